@@ -26,6 +26,7 @@ NAMES = {"function", "function, module"}
 # What a family is called in the README; others go by their folder's name.
 TITLES = {
     "norm": "norms, alone or with residual sum and dropout",
+    "batch_norm": "batch norm in NHWC, with residual and ReLU",
     "rope": "rotary embedding, alone or with norms of the heads",
     "attention": "attention, batched or packed",
     "activation": "activations: gated, behind a bias, dropout and sum",

@@ -53,6 +53,7 @@ LAYER_NORMS = ("layer_norm", "add_layer_norm", "dropout_add_layer_norm")
 MODULES = {
     "RMSNorm": {"eps": None},
     "LayerNorm": {"eps": 1e-5},
+    "BatchNorm2d": {"eps": 1e-5},
     "AddRMSNorm": {"eps": None},
     "AddLayerNorm": {"eps": 1e-5},
     "DropoutAddRMSNorm": {"eps": None, "p": 0.5},
@@ -70,8 +71,8 @@ def defaults(function):
 
 
 def test_one_rule_of_defaults():
-    """Torch's: ``eps`` None for an RMS norm and 1e-5 for a layer norm, ``approximate="none"``, ``p=0.5``."""
-    rule = {**dict.fromkeys(RMS_NORMS, None), **dict.fromkeys(LAYER_NORMS, 1e-5)}
+    """Torch's: ``eps`` None for an RMS norm and 1e-5 for other norms, ``approximate="none"``, ``p=0.5``."""
+    rule = {**dict.fromkeys(RMS_NORMS, None), **dict.fromkeys(LAYER_NORMS, 1e-5), "batch_norm": 1e-5}
     for name in warpsmith.ops.__all__:
         for package in (warpsmith, warpsmith.reference):
             if not inspect.isfunction(getattr(package, name, None)) or name == "adamw":

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from warpsmith import _C
 
 # The order of tables; families that are not named follow by name.
-ORDER = ("norm", "rope", "attention", "activation", "linear", "cross_entropy", "linear_loss", "quantize", "optim")
+ORDER = tuple("norm batch_norm rope attention activation linear cross_entropy linear_loss quantize optim".split())
 
 
 class OpRow(NamedTuple):

@@ -49,7 +49,10 @@ py::dict plan(const char* op, const py::kwargs& given) {
   const int which = problem.one_of("product", kProductsOfLayer);
   const bool gated = std::string_view(op) == "gated_linear" && !p.derivative;
   ProductProblem own = product_of(p, which, gated);
-  own.asked = problem.flag("own_product", false);
+  own.asked = static_cast<OwnProduct>(problem.one_of("own_product", kOwnProduct));
+  const bool kept = problem.flag("kept", false);
+  own.rival = own.epilogue == ProductEpilogue::activate && !kept && p.bfloat16 && p.library &&
+              p.activation == LinearActivation::gelu_tanh;
   own.half = problem.dtype_bytes("dtype", "bfloat16") == 2;
   own.aligned = p.aligned;
   own.sm90a_code = p.code_capability == 90;
@@ -75,7 +78,7 @@ py::dict plan(const char* op, const py::kwargs& given) {
   py::dict d;
   d["path"] = found.epilogue ? "cublas_lt" : "torch";
   d["why"] = found.why;
-  if (own.asked) d["own"] = product.why;
+  if (own.asked != OwnProduct::never) d["own"] = product.why;
   return d;
 }
 

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 #include <warpsmith/activation.h>
 #include <warpsmith/attention.h>
+#include <warpsmith/batch_norm.h>
 #include <warpsmith/cross_entropy.h>
 #include <warpsmith/linear.h>
 #include <warpsmith/linear_loss.h>
@@ -93,6 +94,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_log_prob(const at::Tensor&
                                     {.temperature = temperature, .save_logits = save_logits});
 }
 
+at::Tensor batch_norm(const at::Tensor& x, const std::optional<at::Tensor>& running_mean,
+                      const std::optional<at::Tensor>& running_var, const std::optional<at::Tensor>& weight,
+                      const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& residual, bool training,
+                      bool relu) {
+  return warpsmith::batch_norm(x, running_mean, running_var, weight, bias,
+                               {.training = training, .residual = residual, .relu = relu});
+}
+
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& residual, int64_t activation) {
   return warpsmith::linear(x, weight, bias, static_cast<warpsmith::Activation>(activation), residual);
@@ -145,6 +154,10 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       exposed(&attention));
   m.def("attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen) -> (Tensor, Tensor)",
         exposed(&attention_varlen));
+  m.def(
+      "batch_norm(Tensor x, Tensor? running_mean, Tensor? running_var, Tensor? weight, Tensor? bias, Tensor? residual, "
+      "bool training, bool relu) -> Tensor",
+      exposed(&batch_norm));
   m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", exposed(&warpsmith::rms_norm));
   m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", exposed(&warpsmith::layer_norm));
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float? eps, float weight_offset) -> (Tensor, Tensor)",

@@ -73,6 +73,12 @@ def linear_cross_entropy(reduction, **given):
     return warpsmith.linear_cross_entropy(**given, reduction=REDUCTIONS[reduction])
 
 
+def batch_norm(relu, **given):
+    return warpsmith.batch_norm(
+        **{"running_mean": None, "running_var": None, **given}, activation="relu" if relu else None
+    )
+
+
 def of_layers(name):
     """A function of layers, with the number of its activation."""
 
@@ -92,6 +98,11 @@ def problems():
     yield "dropout_add_rms_norm", *norm("dropout_add_rms_norm", eps=1e-3, weight_offset=1.0, p=0.3, training=True)
     yield "dropout_add_layer_norm", *norm("dropout_add_layer_norm", eps=1e-3, p=0.3, training=True)
     yield "dropout_add", *norm("dropout_add", p=0.3, training=True)
+    pixels = {"x": leaf(2, 6, 3, 5), "residual": leaf(2, 6, 3, 5).detach().neg().requires_grad_()}
+    channels = {"weight": leaf(6), "bias": leaf(6).detach().neg().requires_grad_()}
+    running = {"running_mean": torch.rand(6), "running_var": torch.rand(6)}
+    for training, relu in itertools.product((True, False), (True, False)):
+        yield "batch_norm", {**pixels, **channels, **running, "training": training, "relu": relu}, batch_norm
     gate = {"gate": leaf(2, 3, 8), "up": leaf(2, 3, 8), "inplace_backward": False}
     for row in families.rows("GATED"):
         tanh = {"approximate": "tanh"} if "tanh" in row.arguments else {}
@@ -154,7 +165,8 @@ def calls(cpp, name, given):
     arguments = getattr(cpp, name).default._schema.arguments
     given = {a.name: given.get(a.name) for a in arguments}
     optional = [a.name for a in arguments if str(a.type) == "Optional[Tensor]" and given[a.name] is not None]
-    optional = [n for n in optional if n not in ("k", "v", "cu_seqlens")]  # without them q has another shape
+    # Without some q has another shape; running statistics are there together or not.
+    optional = [n for n in optional if n not in ("k", "v", "cu_seqlens", "running_mean", "running_var")]
     for count in range(len(optional) + 1):
         for absent in itertools.combinations(optional, count):
             chosen = {n: None if n in absent else value for n, value in given.items()}
@@ -230,7 +242,7 @@ def test_other_dtypes(cpp, name, given, python, dtypes):
     dtype, beside = dtypes
     if name == "scaled_linear" and dtype == torch.float64:
         pytest.skip("casts to 8 bits have no float64")
-    mixes = name.endswith("_norm") or name.startswith("bias_")
+    mixes = (name.endswith("_norm") and name != "batch_norm") or name.startswith("bias_")
     _, chosen, leaves = next(calls(cpp, name, in_dtypes(given, dtype, beside if mixes else None)))
     assert_equal(cpp, name, python, chosen, leaves)
 
@@ -240,7 +252,8 @@ def test_second_derivatives_are_refused_or_right(cpp, name, given):
     for absent, chosen, leaves in calls(cpp, name, given):
         for n, t in leaves.items():
             found = outputs(getattr(cpp, name), *chosen.values())
-            if name == "rope" or (name in ("dropout_add", "linear") and n == "residual"):  # linear, and lengths stay
+            passed_on = name in ("dropout_add", "linear") or (name == "batch_norm" and not given["relu"])
+            if name == "rope" or (passed_on and n == "residual"):  # linear, and lengths stay
                 expected = 8 * (t if name == "rope" else found[0])
                 torch.testing.assert_close(second_derivative(found, t), expected.detach())
                 continue
@@ -259,8 +272,9 @@ def second_derivative(outputs, leaf):
 def refusals():
     """A function's name, its base arguments with some of them changed, and the words of the error."""
     base = {name: given for name, given, _ in reversed([*problems()])}
-    for name in (n for n in base if n.endswith("_norm")):
+    for name in (n for n in base if n.endswith("_norm") and n != "batch_norm"):
         yield name, base[name] | {"weight": leaf(3)}, r"weight: expected shape \(40\), got \(3\)$"
+    yield "batch_norm", base["batch_norm"] | {"running_var": None}, "running_var: expected a tensor beside running_mean"
     yield "rms_norm", base["rms_norm"] | {"eps": -1.0}, "eps: expected a finite number >= 0, got -1"
     for name in ("dropout_add_rms_norm", "dropout_add"):
         yield name, base[name] | {"p": 1.5, "seed": None}, r"p: expected a number in \[0, 1\], got 1\.5"

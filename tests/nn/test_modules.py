@@ -37,6 +37,7 @@ MADE_ON_META = {
     "RotaryEmbedding": (8,),
     "QKNormRoPE": (8,),
     "Attention": (16, 2, 1),
+    "BatchNorm2d": (8,),
     "BiasGELU": (8,),
     "GatedMLP": (8, 16),
     "Linear": (8, 16),
@@ -47,7 +48,7 @@ MADE_ON_META = {
 
 
 @pytest.mark.parametrize(
-    "frame, known", [("nn", {"RMSNorm", "LayerNorm", "CrossEntropyLoss"}), ("amp", {"GradScaler"})]
+    "frame, known", [("nn", {"RMSNorm", "LayerNorm", "BatchNorm2d", "CrossEntropyLoss"}), ("amp", {"GradScaler"})]
 )
 def test_a_name_that_torch_has_is_a_subclass_of_torchs(frame, known):
     """The law of names: what torch calls by a name means the same here."""
@@ -72,7 +73,7 @@ def test_a_module_of_the_meta_device_is_made_by_reset_parameters(name):
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
         for t in tensors.values():
-            t.fill_(float("nan"))
+            t.fill_(float("nan") if t.is_floating_point() else -1)
         for part in module.modules():
             if (
                 next(part.parameters(recurse=False), None) is not None
@@ -80,7 +81,7 @@ def test_a_module_of_the_meta_device_is_made_by_reset_parameters(name):
             ):
                 part.reset_parameters()
     assert tensors
-    assert not [key for key, t in tensors.items() if t.isnan().any()]
+    assert not [key for key, t in tensors.items() if t.isnan().any() or (not t.is_floating_point() and (t < 0).any())]
 
 
 @pytest.mark.parametrize("shape", [(), 0, (4, -1)])
@@ -259,6 +260,7 @@ CONSTRUCTED = {
         {"embed_dim": 16, "num_heads": 2, "qk_norm": True},
         (torch.randn(1, 6, 16), ANGLES.cos(), ANGLES.sin()),
     ),
+    "BatchNorm2d": ({"num_features": 8}, (torch.randn(2, 3, 3, 8).movedim(-1, 1),)),
     "BiasGELU": ({"num_features": 8}, (X,)),
     "CrossEntropyLoss": ({}, (X.double(), TARGET)),  # it does not know the dtype: what fits float64 alone is made
     "DropoutAdd": ({}, (X, X)),

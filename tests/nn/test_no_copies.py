@@ -16,6 +16,10 @@ def rows(width=WIDTH):
     return torch.randn(TOKENS, width + 8, requires_grad=True)[:, 4 : 4 + width]
 
 
+def pixels():
+    return rows().unflatten(0, (2, 4, -1)).movedim(-1, 1)
+
+
 def heads(count):
     return rows(3 * WIDTH)[None, :, : count * 8].unflatten(-1, (count, 8))
 
@@ -34,6 +38,7 @@ LABELS = torch.arange(TOKENS) % WIDTH
 CALLS = {
     "AddLayerNorm": [((WIDTH,), lambda: (rows(), rows()))],
     "AddRMSNorm": [((WIDTH,), lambda: (rows(), rows()))],
+    "BatchNorm2d": [((WIDTH,), lambda: (pixels(), pixels()))],
     "BiasGELU": [((WIDTH,), lambda: (rows(),))],
     "CrossEntropyLoss": [((), lambda: (rows(), LABELS))],
     "DropoutAdd": [((0.5,), lambda: (rows(), rows()))],

@@ -13,7 +13,9 @@ import warpsmith
 from tests.nn.test_no_copies import CASES
 
 # Values that are no module's default, by option.
-OTHER = dict.fromkeys(("eps", "p", "dropout_p", "softmax_scale", "label_smoothing", "z_loss", "weight_offset"), 0.25)
+OTHER = dict.fromkeys(
+    ("eps", "p", "dropout_p", "softmax_scale", "label_smoothing", "z_loss", "weight_offset", "momentum"), 0.25
+)
 OTHER |= dict.fromkeys(("interleaved", "causal", "check_labels", "inplace_backward"), True) | {"deterministic": False}
 OTHER |= {"softcap": 4.0, "ignore_index": 3, "max_chunk_bytes": 4096, "max_bytes": 1 << 30, "window_size": (3, 5)}
 OTHER |= {"activation": "relu", "approximate": "tanh", "reduction": "sum", "dw_dtype": torch.float32}

@@ -55,6 +55,7 @@ def arguments_of(name: str) -> dict:
             "max_seqlen_q": TOKENS,
             "max_seqlen_k": TOKENS,
         },
+        "batch_norm": {"running_mean": make(WIDTH), "running_var": make(WIDTH).square()} | of_norm | bias | residual,
         "cross_entropy": {"logits": make(TOKENS, CLASSES), "target": target},
         "dequantize_fp8": {"t": warpsmith.quantize_fp8(rows().float())},
         "dropout_add": {"x": rows(), "p": 0.5} | residual | seed,
@@ -110,7 +111,7 @@ def floor_bytes(forward, backward):
 
 def floating_of(arguments: dict) -> dict:
     """The arguments that may have a gradient."""
-    without = ("cos", "sin")
+    without = ("cos", "sin", "running_mean", "running_var")
     return {
         name: t
         for name, t in arguments.items()

@@ -27,6 +27,12 @@ TABLES = ANGLES.cos(), ANGLES.sin()
 PER_TOKEN = tuple(torch.cat([t[:5], t[:5]], -1)[None] for t in TABLES)
 TARGET = torch.tensor([0, 1, 2, 3])
 CU, OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([1, 3])
+
+
+def batch_norm_in_training(x, weight, **others):
+    return warpsmith.batch_norm(x, B.clone(), W.square(), weight, training=True, **others)
+
+
 ROW_OPS = row_ops(p=0.4, seed=SEED)
 CASES = {
     **{name: (op.call, *(X, R)[: op.rows], *(W, B)[: op.parameters]) for name, op in ROW_OPS.items()},
@@ -39,6 +45,8 @@ CASES = {
     "rope, offsets": (lambda q, k: warpsmith.rope(q, k, *TABLES, position_offset=OFFSETS), Q, K),
     "rope, packed": (lambda q: warpsmith.rope(q, None, *TABLES, cu_seqlens=CU, position_offset=OFFSETS)[0], Q[0]),
     "qk_norm_rope": (lambda *t: warpsmith.qk_norm_rope(*t, *TABLES), Q, K, HEAD, HEAD + 1),
+    "batch_norm": (lambda x, w, b: warpsmith.batch_norm(x, B, W.square(), w, b), X, W, B),
+    "batch_norm, training": (lambda x, w, r: batch_norm_in_training(x, w, residual=r, activation="relu"), X, W, R),
     "linear": (lambda x, w, b: warpsmith.linear(x, w, b, "silu"), X, HEADS, TARGET.double()),
     "linear, residual": (lambda x, w, r: warpsmith.linear(x, w, None, "gelu", residual=r), X, HEADS, X[:, :4] + 1),
     "mlp": (lambda x, w1, w2: warpsmith.mlp(x, w1, None, w2, None), X, HEADS, HEADS[:, :4] + 0.5),

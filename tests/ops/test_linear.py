@@ -339,7 +339,7 @@ class OwnProducts:
         monkeypatch.setattr("warpsmith.ops._linear._OF_TORCH", frozenset())
         OPS._own_product("1")
         yield
-        OPS._own_product(os.environ.get("WARPSMITH_OWN_PRODUCT", "0"))
+        OPS._own_product(os.environ.get("WARPSMITH_OWN_PRODUCT", "auto"))
 
 
 class TestLinearByOwnProducts(

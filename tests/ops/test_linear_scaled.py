@@ -7,7 +7,7 @@ import torch
 import warpsmith
 from warpsmith import reference
 from warpsmith.amp import Fp8Recipe
-from warpsmith.ops import _scaled_linear
+from warpsmith.ops.linear import Fp8State
 from warpsmith.reference.quantize import finite_amax
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 from warpsmith.testing.sim import is_loaded, torch_device
@@ -124,7 +124,7 @@ def test_delayed_scales_watch_the_largest_finite_magnitudes(device, dtype, shape
     g = torch.Generator().manual_seed(rows)
     x, w, dy = (torch.randn(*s, generator=g).to(device, dtype) for s in ((rows, width), (out, width), (rows, out)))
     x[-1, -1], dy[0, 0] = -17.5, -float("inf")
-    state = _scaled_linear.Fp8State(torch.device(device))
+    state = Fp8State(torch.device(device))
     state.x_scale, state.dy_scale = (torch.tensor(s, device=device) for s in (0.25, 0.5))
     recipe = Fp8Recipe("tensor", amax="delayed")
     for factor in (1, 2, 0.5):  # the largest of all calls since a step

@@ -10,18 +10,17 @@ namespace warpsmith {
 // Whether own_product() is worth what it needs.
 inline bool may_be_own([[maybe_unused]] const Tensor& out) {
 #if defined(WARPSMITH_SIM)
-  return own_product_is_asked_for();
+  return own_product_may_run();
 #elif defined(WARPSMITH_CUDA)
-  return out.is_cuda() && own_product_is_asked_for();
+  return out.is_cuda() && own_product_may_run();
 #else
   return false;
 #endif
 }
 
 // out = epilogue(a @ b) by our Hopper kernels; `p` holds what the epilogue needs. Returns false, and has written
-// nothing, where the library must multiply: on the CPU, where our product has not been asked for
-// (WARPSMITH_OWN_PRODUCT), and where choose_product refuses. out is contiguous; float32 for 16-bit operands means
-// `wide`.
+// nothing, where the library must multiply: on the CPU, and where choose_product refuses. out is contiguous; float32
+// for 16-bit operands means `wide`.
 inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const Tensor& out,
                         [[maybe_unused]] const Tensor& a, [[maybe_unused]] const Tensor& b,
                         [[maybe_unused]] ProductParams p = {}) {

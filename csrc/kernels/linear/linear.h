@@ -60,11 +60,11 @@ Status product_plan_cuda(const ProductParams& params, ProductPlan* plan);
 Status product_workspace_cuda(const ProductParams& params, ProductPlan* plan);
 Status product_cuda(const ProductParams& params, const ProductPlan& plan, void* stream);
 
-// As WARPSMITH_OWN_PRODUCT, which holds until the first call. "1": wherever our product can run. "128" or "256": that,
-// with tiles of so many rows where they are compiled. Else never. Returns how many of our products were launched so
-// far.
+// As WARPSMITH_OWN_PRODUCT, which holds until the first call. "auto": where our product was measured to pay. "1":
+// wherever it can run. "128" or "256": that, with tiles of so many rows where they are compiled. Else never. Returns
+// how many of our products were launched so far.
 int64_t ask_for_own_product(const char* how);
-bool own_product_is_asked_for();
+bool own_product_may_run();
 
 // Fills in what the current device says of a problem: the code that runs there.
 Status linear_problem_on_device(LinearProblem* problem);

@@ -21,10 +21,13 @@ constexpr bool kHopperProducts = true;
 constexpr bool kHopperProducts = false;  // code that depends on it refers to functions that do not exist
 #endif
 
-// -1: never, 0: any tile; others: rows of the tile.
+constexpr int kNever = -1, kAnyTile = 0, kWhereItPays = 1;  // others: rows of the tile
 int number_of(const char* how) {
-  const std::string text = how ? how : "";
-  return text == "1" ? 0 : text == "128" || text == "256" ? std::stoi(text) : -1;
+  const std::string text = how && *how ? how : "auto";
+  return text == "auto"                   ? kWhereItPays
+         : text == "1"                    ? kAnyTile
+         : text == "128" || text == "256" ? std::stoi(text)
+                                          : kNever;
 }
 
 std::atomic<int>& asked() {
@@ -64,19 +67,24 @@ int64_t ask_for_own_product(const char* how) {
   return launched;
 }
 
-bool own_product_is_asked_for() { return kHopperProducts && asked() >= 0; }
+bool own_product_may_run() { return kHopperProducts && asked() != kNever; }
 
 Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
   ProductProblem problem{p.rows, p.columns, p.inner, p.layout, p.epilogue};
-  problem.asked = own_product_is_asked_for();
-  problem.tile_rows = std::max(0, asked().load());
-  if (problem.asked) {
+  const int how = asked();
+  problem.asked = !own_product_may_run() ? OwnProduct::never
+                  : how == kWhereItPays  ? OwnProduct::automatic
+                                         : OwnProduct::always;
+  problem.tile_rows = how > kWhereItPays ? how : 0;
+  if (problem.asked != OwnProduct::never) {
     DeviceProperties device;
     WARPSMITH_RETURN_IF_FAILED(device_properties(device));
     problem.multiprocessors = device.multiprocessors;
     problem.sm90a_code = runs_sm90a_code();
     problem.half = p.dtype == Dtype::bfloat16 || p.dtype == Dtype::float16;
     problem.aligned = problem.half && is_aligned(p);
+    problem.rival = p.epilogue == ProductEpilogue::activate && !p.z && p.dtype == Dtype::bfloat16 &&
+                    p.activation == LinearActivation::gelu_tanh;
   }
   *plan = choose_product(problem);
   return product_workspace_cuda(p, plan);

@@ -6,6 +6,7 @@ from warpsmith.ops._flops import register_formulas
 from warpsmith.ops._quantize import Fp8Tensor
 from warpsmith.ops.activation import bias_gelu, bias_relu, bias_silu, dropout_add, geglu, reglu, relu_squared, swiglu
 from warpsmith.ops.attention import attention, attention_varlen
+from warpsmith.ops.batch_norm import batch_norm
 from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
 from warpsmith.ops.linear import gated_linear, linear, mlp, scaled_linear
 from warpsmith.ops.linear_loss import linear_cross_entropy, linear_log_prob
@@ -29,6 +30,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_varlen",
+    "batch_norm",
     "bias_gelu",
     "bias_relu",
     "bias_silu",

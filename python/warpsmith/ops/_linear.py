@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,9 +62,20 @@ def under_autocast(op: str, **tensors: Tensor | None) -> list[Tensor | None]:
 
 
 _OF_TORCH = {torch.float32, torch.float16, torch.bfloat16}  # float64 runs on the CPU alone
-if os.environ.get("WARPSMITH_OWN_PRODUCT", "0") != "0":
+_OWN = os.environ.get("WARPSMITH_OWN_PRODUCT") or "auto"
+if _OWN not in ("auto", "0"):
     _OF_TORCH.clear()  # products are ours, too
 _FEW = 1 << 20  # elements of an output whose bias may get its gradient by torch; 2 MB of bfloat16, not measured
+
+
+# Multiplications of a layer from which on our product may pay (csrc/kernels/linear/product_config.h).
+_OWN_PAYS = 3e10 if _OWN != "0" else float("inf")
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of a card."""
+    return torch.cuda.get_device_capability(device)
 
 
 def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -78,6 +90,8 @@ def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if bias is not None:
         if type(bias) not in PLAIN or bias.dtype != dtype or bias.dim() != 1 or bias.size(0) != weight.size(0):
             return False
+    if dtype.itemsize == 2 and x.is_cuda and x.numel() * weight.size(0) >= _OWN_PAYS and capability(x.device) == (9, 0):
+        return False
     if not torch.is_grad_enabled():
         return True
     if bias is not None and bias.requires_grad and x.numel() * weight.size(0) > _FEW * x.size(-1):

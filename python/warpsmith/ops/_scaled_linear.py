@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 from warpsmith._core.main_grad import is_gathered
 from warpsmith.ops import _quantize
+from warpsmith.ops._linear import capability
 
 SCALED = "scaled_linear"
 RECIPE = "Fp8Recipe"
@@ -121,12 +121,6 @@ def as_recipe(op: str, recipe: object) -> Fp8Recipe:
     if recipe not in SCALINGS:
         checks.refuse(op, "recipe", f"an Fp8Recipe or one of {', '.join(map(repr, SCALINGS))}", repr(recipe))
     return _OF_DEFAULTS[recipe]
-
-
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """Of a card."""
-    return torch.cuda.get_device_capability(device)
 
 
 def is_emulated(op: str, recipe: Fp8Recipe, device: torch.device, emulate: bool) -> bool:

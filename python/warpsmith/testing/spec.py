@@ -122,7 +122,8 @@ class OpSpec:
             n}``: of the inputs that ``laid_out`` names, their gradients, and outputs of as many dimensions.
         bytes_beside: ``bytes_beside(case, inputs)`` returns what the simulated kernels read and write beside the floor:
             ``{"forward": (read, written), "backward": ..., "inference": ...}``, the last where a forward without
-            gradients differs; its docstring has the reasons. A direction that is missing has nothing.
+            gradients differs, and under ``"<input> alone"`` what that gradient alone writes beside itself; its
+            docstring has the reasons. A direction that is missing has nothing.
         bytes_cases: of which the simulated kernels' bytes are counted; default: those of one dtype.
         devices: device types on which the op exists.
         float64_devices: devices on which it takes float64.

@@ -1,0 +1,326 @@
+#include "kernels/batch_norm/batch_norm.h"
+
+#include <cmath>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "bindings/support/device.h"
+#include "bindings/support/library.h"
+#include "bindings/support/tensor.h"
+#include "common/alignment.h"
+
+namespace warpsmith {
+namespace {
+
+// The bindings of batch_norm: checks, views of pixels, allocation, launch. python/warpsmith/ops/_batch_norm.py makes
+// the same checks in the same words for fake tensors.
+
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char *kForward = name(BatchNorm::batch_norm), *kBackward = backward_name(BatchNorm::batch_norm);
+
+// A tensor (N, C, ...) without holes in which the channels of a pixel are adjacent: torch's channels_last.
+Tensor allocate_pixels(const char* op, const char* argument, const Tensor& like) {
+  constexpr int64_t kMaxDim = 16;
+  const int64_t dim = like.dim();
+  if (dim > kMaxDim) refuse(op, argument, "at most 16 dimensions", std::to_string(dim));
+  int64_t strides[kMaxDim], stride = 1;
+  const auto lay = [&](int64_t i) {
+    strides[i] = stride;
+    stride *= like.size(i) > 0 ? like.size(i) : 1;
+  };
+  lay(1);
+  for (int64_t i = dim - 1; i > 1; --i) lay(i);
+  lay(0);
+  return allocate_strided(op, argument, like.sizes().data(), strides, dim, dtype_code(like), like);
+}
+
+// A tensor (N, C, ...) read as rows, one a pixel. Its channels are adjacent, its pixels at one stride, and rows that
+// are made of vectors of 16 bytes lie on 16 bytes; any other tensor is copied once, and `tensor` keeps the copy alive.
+struct Pixels {
+  Tensor tensor;
+  int64_t rows = 1, columns = 1, stride = 0;
+};
+
+Pixels as_pixels(const char* op, const char* argument, const Tensor& t, Dtype dtype) {
+  const int64_t dim = t.dim();
+  Pixels p{t, 1, t.size(1), t.size(1)};
+  bool fits = p.columns <= 1 || t.stride(1) == 1, known = false;
+  int64_t next = 0;  // the stride that the next outer dimension must have
+  const auto outer = [&](int64_t i) {
+    p.rows *= t.size(i);
+    if (t.size(i) == 1) return;
+    if (!known)
+      p.stride = t.stride(i), known = true;
+    else if (t.stride(i) != next)
+      fits = false;
+    next = t.stride(i) * t.size(i);
+  };
+  for (int64_t i = dim - 1; i > 1; --i) outer(i);
+  outer(0);
+  if (p.rows == 0 || p.columns == 0) return p;
+  if (batch_norm_vector(p.columns, size_bytes(dtype)) > 1)
+    fits = fits && rows_on_16_bytes(t.const_data_ptr(), p.stride, p.rows, dtype);
+  if (!fits) {
+    p.tensor = allocate_pixels(op, argument, t);
+    torch::stable::copy_(p.tensor, t);
+    p.stride = p.columns;
+  }
+  return p;
+}
+
+void check_dimensions(const char* op, const Tensor& x) {
+  if (x.dim() < 2) refuse(op, "x", "at least two dimensions, (N, C, ...)", shape_text(x));
+}
+
+// The common dtype of two parameters or statistics of a channel, each of which may be missing: that of x, or float32
+// beside a 16-bit x.
+Dtype check_pair(const char* op, const char* first_name, const OptionalTensor& first, const char* second_name,
+                 const OptionalTensor& second, const Tensor& x, Dtype dtype) {
+  Dtype found = dtype;
+  const auto check = [&](const char* argument, const Tensor& t) {
+    check_shape(op, argument, t, {x.size(1)});
+    check_same_device(op, argument, t, x);
+  };
+  if (first) {
+    found = check_dtype_beside(op, first_name, *first, dtype);
+    check(first_name, *first);
+  }
+  if (second) {
+    if (first)
+      check_dtype(op, second_name, *second, found);
+    else
+      found = check_dtype_beside(op, second_name, *second, dtype);
+    check(second_name, *second);
+  }
+  return found;
+}
+
+OptionalTensor adjacent(const OptionalTensor& t) { return t ? OptionalTensor(as_contiguous(*t)) : std::nullopt; }
+
+OptionalTensor allocate_partials(const char* op, int64_t slices, int64_t columns, Dtype dtype, const Tensor& like) {
+  const int64_t sizes[3] = {2, slices, columns};
+  const bool floats = runs_kernels(like) && dtype != Dtype::float64;
+  return allocate(op, "partial sums", sizes, 3, floats ? aoti_torch_dtype_float32() : aoti_torch_dtype_float64(), like);
+}
+
+struct Outputs {
+  Tensor y, new_mean, new_var, mean, rstd, mask;
+};
+
+Outputs forward(const Tensor& x_any, const OptionalTensor& residual_any, const OptionalTensor& weight_any,
+                const OptionalTensor& bias_any, const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                bool training, double momentum, double eps, bool relu, bool with_mask) {
+  const Dtype dtype = float_dtype(kForward, "x", x_any);
+  check_dimensions(kForward, x_any);
+  BatchNormForwardParams p;
+  p.dtype = dtype;
+  if (residual_any) {
+    check_dtype(kForward, "residual", *residual_any, dtype);
+    check_same_shape(kForward, "residual", *residual_any, x_any);
+    check_same_device(kForward, "residual", *residual_any, x_any);
+  }
+  p.weight_dtype = check_pair(kForward, "weight", weight_any, "bias", bias_any, x_any, dtype);
+  p.running_dtype = check_pair(kForward, "running_mean", running_mean, "running_var", running_var, x_any, dtype);
+  if (!training && !running_mean) refuse(kForward, "running_mean", "a tensor when training is False", "None");
+  if (running_mean.has_value() != running_var.has_value())
+    refuse(kForward, "running_var", running_mean ? "a tensor beside running_mean" : "None beside no running_mean",
+           running_mean ? "None" : "a tensor");
+  if (!(eps >= 0 && std::isfinite(eps))) refuse(kForward, "eps", "a finite number >= 0", short_text(eps));
+  check_finite(kForward, "momentum", momentum, dtype);
+  int64_t rows = 1;
+  for (int64_t i = 0; i < x_any.dim(); ++i) rows *= i == 1 ? 1 : x_any.size(i);
+  if (training && rows == 1)
+    refuse(kForward, "x", "more than 1 value per channel when training", "input size " + shape_text(x_any));
+  const Pixels x = as_pixels(kForward, "x", x_any, dtype);
+  std::optional<Pixels> residual;
+  if (residual_any) residual = as_pixels(kForward, "residual", *residual_any, dtype);
+  const OptionalTensor weight = adjacent(weight_any), bias = adjacent(bias_any);
+  const OptionalTensor old_mean = adjacent(running_mean), old_var = adjacent(running_var);
+
+  Outputs out;
+  const Tensor none = nothing(kForward, dtype_code(x_any), x_any);
+  const bool update = training && running_mean;
+  out.y = allocate_pixels(kForward, "y", x_any);
+  out.new_mean = update ? allocate_like(kForward, "new_mean", *running_mean) : none;
+  out.new_var = update ? allocate_like(kForward, "new_var", *running_var) : none;
+  out.mean = allocate_vector(kForward, "mean", x.columns, real_code(dtype), x_any);
+  out.rstd = allocate_vector(kForward, "rstd", x.columns, real_code(dtype), x_any);
+  const int64_t mask_sizes[2] = {x.rows, x.columns / batch_norm_vector(x.columns, size_bytes(dtype))};
+  const int64_t no_mask[2] = {0, 0};
+  const bool masked = with_mask && relu && residual;
+  out.mask = allocate(kForward, "mask", masked ? mask_sizes : no_mask, 2, aoti_torch_dtype_uint8(), x_any);
+  if (x.rows == 0 || x.columns == 0) {  // nothing is learnt of no values
+    if (update) {
+      torch::stable::copy_(out.new_mean, *running_mean);
+      torch::stable::copy_(out.new_var, *running_var);
+    }
+    torch::stable::zero_(out.mean);
+    torch::stable::zero_(out.rstd);
+    return out;
+  }
+  p.x = x.tensor.const_data_ptr();
+  p.x_stride = x.stride;
+  if (residual) {
+    p.residual = residual->tensor.const_data_ptr();
+    p.residual_stride = residual->stride;
+  }
+  p.weight = const_at(weight);
+  p.bias = const_at(bias);
+  p.running_mean = const_at(old_mean);
+  p.running_var = const_at(old_var);
+  p.y = out.y.mutable_data_ptr();
+  if (masked) p.mask = static_cast<uint8_t*>(out.mask.mutable_data_ptr());
+  p.mean = out.mean.mutable_data_ptr();
+  p.rstd = out.rstd.mutable_data_ptr();
+  if (update) {
+    p.new_mean = out.new_mean.mutable_data_ptr();
+    p.new_var = out.new_var.mutable_data_ptr();
+  }
+  p.rows = x.rows;
+  p.columns = x.columns;
+  p.momentum = momentum;
+  p.eps = eps;
+  p.training = training;
+  p.relu = relu;
+  OptionalTensor partials;
+  const auto with_partials = [&](int64_t slices) {
+    if (training) partials = allocate_partials(kForward, slices, p.columns, dtype, x_any);
+    p.partials = at(partials);
+  };
+  run_on(
+      kForward, x_any,
+      [&](void* stream) {
+        int64_t slices = 0;
+        WARPSMITH_RETURN_IF_FAILED(batch_norm_slices_cuda(p, &slices));
+        with_partials(slices);
+        return batch_norm_forward_cuda(p, stream);
+      },
+      [&](const Parallel& threads) {
+        with_partials(batch_norm_slices_cpu(p.rows, p.columns));
+        return batch_norm_forward_cpu(p, threads);
+      });
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> with_statistics(Tensor x, OptionalTensor residual,
+                                                                           OptionalTensor weight, OptionalTensor bias,
+                                                                           OptionalTensor running_mean,
+                                                                           OptionalTensor running_var, bool training,
+                                                                           double momentum, double eps, bool relu) {
+  const Outputs out =
+      forward(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu, true);
+  return {out.y, out.new_mean, out.new_var, out.mean, out.rstd, out.mask};
+}
+
+std::tuple<Tensor, Tensor, Tensor> inference(Tensor x, OptionalTensor residual, OptionalTensor weight,
+                                             OptionalTensor bias, OptionalTensor running_mean,
+                                             OptionalTensor running_var, bool training, double momentum, double eps,
+                                             bool relu) {
+  const Outputs out =
+      forward(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu, false);
+  return {out.y, out.new_mean, out.new_var};
+}
+
+// Gradients that are not wanted have no elements. So has dresidual without `relu`: dy stands for it.
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dy_any, Tensor x_any, OptionalTensor weight_any,
+                                                    OptionalTensor bias_any, Tensor mean_any, Tensor rstd_any,
+                                                    Tensor mask, bool training, bool relu, bool want_dx,
+                                                    bool want_dresidual, bool want_dweight, bool want_dbias) {
+  const Dtype dtype = float_dtype(kBackward, "dy", dy_any);
+  check_dimensions(kBackward, x_any);
+  check_dtype(kBackward, "x", x_any, dtype);
+  check_same_shape(kBackward, "x", x_any, dy_any);
+  check_same_device(kBackward, "x", x_any, dy_any);
+  BatchNormBackwardParams p;
+  p.dtype = dtype;
+  p.weight_dtype = check_pair(kBackward, "weight", weight_any, "bias", bias_any, x_any, dtype);
+  if (want_dweight && !weight_any) refuse(kBackward, "weight", "a tensor when its gradient is wanted", "None");
+  if (want_dbias && !bias_any) refuse(kBackward, "bias", "a tensor when its gradient is wanted", "None");
+  const Pixels x = as_pixels(kBackward, "x", x_any, dtype), dy = as_pixels(kBackward, "dy", dy_any, dtype);
+  for (const auto& [argument, t] : {std::pair{"mean", &mean_any}, std::pair{"rstd", &rstd_any}}) {
+    check_dtype(kBackward, argument, *t, real_dtype(dtype));
+    check_shape(kBackward, argument, *t, {x.columns});
+    check_same_device(kBackward, argument, *t, x_any);
+  }
+  const bool masked = mask.numel() > 0;
+  if (masked) {
+    if (mask.scalar_type() != ScalarType::Byte) refuse(kBackward, "mask", "uint8", dtype_text(mask.scalar_type()));
+    check_shape(kBackward, "mask", mask, {x.rows, x.columns / batch_norm_vector(x.columns, size_bytes(dtype))});
+    check_same_device(kBackward, "mask", mask, x_any);
+  }
+  const OptionalTensor weight = adjacent(weight_any), bias = adjacent(bias_any);
+  const Tensor mean = as_contiguous(mean_any), rstd = as_contiguous(rstd_any), bits = as_contiguous(mask);
+
+  const bool give_dresidual = want_dresidual && relu;
+  const Tensor none = nothing(kBackward, dtype_code(dy_any), dy_any);
+  const Tensor dx = want_dx ? allocate_pixels(kBackward, "dx", x_any) : none;
+  const Tensor dresidual = give_dresidual ? allocate_pixels(kBackward, "dresidual", x_any) : none;
+  Tensor dweight = want_dweight ? allocate_like(kBackward, "dweight", *weight_any) : none;
+  Tensor dbias = want_dbias ? allocate_like(kBackward, "dbias", *bias_any) : none;
+  if (x.rows == 0 || x.columns == 0) {
+    if (want_dweight) torch::stable::zero_(dweight);
+    if (want_dbias) torch::stable::zero_(dbias);
+    return {dx, dresidual, dweight, dbias};
+  }
+  p.dy = dy.tensor.const_data_ptr();
+  p.dy_stride = dy.stride;
+  p.x = x.tensor.const_data_ptr();
+  p.x_stride = x.stride;
+  p.weight = const_at(weight);
+  p.bias = const_at(bias);
+  p.mean = mean.const_data_ptr();
+  p.rstd = rstd.const_data_ptr();
+  if (relu && masked) p.mask = static_cast<const uint8_t*>(bits.const_data_ptr());
+  if (want_dx) p.dx = dx.mutable_data_ptr();
+  if (give_dresidual) p.dresidual = dresidual.mutable_data_ptr();
+  if (want_dweight) p.dweight = dweight.mutable_data_ptr();
+  if (want_dbias) p.dbias = dbias.mutable_data_ptr();
+  p.rows = x.rows;
+  p.columns = x.columns;
+  p.training = training;
+  p.relu = relu;
+  OptionalTensor partials;
+  const auto with_partials = [&](int64_t slices) {
+    if (p.needs_sums()) partials = allocate_partials(kBackward, slices + 1, p.columns, dtype, x_any);
+    p.partials = at(partials);
+  };
+  run_on(
+      kBackward, x_any,
+      [&](void* stream) {
+        int64_t slices = 0;
+        WARPSMITH_RETURN_IF_FAILED(batch_norm_slices_cuda(p, &slices));
+        with_partials(slices);
+        return batch_norm_backward_cuda(p, stream);
+      },
+      [&](const Parallel& threads) {
+        with_partials(batch_norm_slices_cpu(p.rows, p.columns));
+        return batch_norm_backward_cpu(p, threads);
+      });
+  return {dx, dresidual, dweight, dbias};
+}
+
+constexpr const char* kArguments =
+    "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, "
+    "bool training, float momentum, float eps, bool relu) -> (Tensor y, Tensor new_mean, Tensor new_var";
+
+WARPSMITH_SCHEMAS(m) {
+  for (const char* op : {"batch_norm", "batch_norm_forward"})
+    m.def((std::string(op) + kArguments + ", Tensor mean, Tensor rstd, Tensor mask)").c_str());
+  m.def((std::string("batch_norm_inference") + kArguments + ")").c_str());
+  m.def(
+      "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor mask, "
+      "bool training, bool relu, bool want_dx, bool want_dresidual, bool want_dweight, bool want_dbias) -> "
+      "(Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)");
+}
+
+WARPSMITH_IMPLEMENTATIONS(m) {
+  m.impl("batch_norm", TORCH_BOX(&with_statistics));
+  m.impl("batch_norm_forward", TORCH_BOX(&with_statistics));
+  m.impl("batch_norm_inference", TORCH_BOX(&inference));
+  m.impl("batch_norm_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace
+}  // namespace warpsmith

@@ -1,0 +1,245 @@
+"""batch_norm's fakes and gradients.
+
+The raw op ``(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu)`` writes nothing in
+place: it returns y and the new running statistics, which the public function copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpsmith._core import checks
+from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+
+NAME = "batch_norm"
+
+
+def _check_pair(op: str, x: Tensor, **pair: Tensor | None) -> None:
+    """Two parameters or statistics of a channel, of one dtype: that of x, or float32 beside a 16-bit x."""
+    found: Tensor | None = None
+    for name, t in pair.items():
+        if t is None:
+            continue
+        if found is not None:
+            checks.same_dtype(op, name, t, found)
+        else:
+            checks.dtype_beside(op, name, t, x.dtype)
+        checks.same_shape(op, name, t, x.shape[1:2])
+        checks.same_device(op, name, t, x)
+        found = t
+
+
+def _check_dimensions(op: str, x: Tensor) -> None:
+    if x.dim() < 2:
+        checks.refuse(op, "x", "at least two dimensions, (N, C, ...)", checks.shape_text(x.shape))
+
+
+def _rows(x: Tensor) -> Any:
+    rows: Any = x.shape[0]
+    for size in x.shape[2:]:
+        rows = rows * size
+    return rows
+
+
+def _new_pixels(x: Tensor) -> Tensor:
+    """A fake tensor like x in which the channels of a pixel are adjacent."""
+    return x.new_empty((x.shape[0], *x.shape[2:], x.shape[1])).movedim(-1, 1)
+
+
+def _vector(x: Tensor) -> int:
+    """Channels of a byte of the mask."""
+    whole = 16 // x.dtype.itemsize
+    return whole if x.shape[1] % whole == 0 else 1
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def _fake_inference(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, ...]:
+    checks.float_dtype(NAME, "x", x)
+    _check_dimensions(NAME, x)
+    if residual is not None:
+        checks.same_dtype(NAME, "residual", residual, x)
+        checks.same_shape(NAME, "residual", residual, x.shape)
+        checks.same_device(NAME, "residual", residual, x)
+    _check_pair(NAME, x, weight=weight, bias=bias)
+    _check_pair(NAME, x, running_mean=running_mean, running_var=running_var)
+    if not training and running_mean is None:
+        checks.refuse(NAME, "running_mean", "a tensor when training is False", "None")
+    if (running_mean is None) != (running_var is None):
+        if running_mean is None:
+            checks.refuse(NAME, "running_var", "None beside no running_mean", "a tensor")
+        checks.refuse(NAME, "running_var", "a tensor beside running_mean", "None")
+    checks.refuse_non_eps(NAME, eps)
+    checks.finite(NAME, "momentum", momentum, x.dtype)
+    if training and checks.known(_rows(x) == 1):
+        expected = "more than 1 value per channel when training"
+        checks.refuse(NAME, "x", expected, f"input size {checks.shape_text(x.shape)}")
+    if training and running_mean is not None and running_var is not None:
+        return _new_pixels(x), torch.empty_like(running_mean), torch.empty_like(running_var)
+    return _new_pixels(x), x.new_empty((0,)), x.new_empty((0,))
+
+
+def _fake_forward(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    outputs = _fake_inference(x, residual, *others)
+    statistics = (x.new_empty((x.shape[1],), dtype=_wide(x)) for _ in range(2))
+    masked = residual is not None and others[-1]
+    mask = x.new_empty((_rows(x), x.shape[1] // _vector(x)) if masked else (0, 0), dtype=torch.uint8)
+    return (*outputs, *statistics, mask)
+
+
+def _fake_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    mask: Tensor,
+    training: bool,
+    relu: bool,
+    want_dx: bool,
+    want_dresidual: bool,
+    want_dweight: bool,
+    want_dbias: bool,
+) -> tuple[Tensor, ...]:
+    name = NAME + "_backward"
+    checks.float_dtype(name, "dy", dy)
+    _check_dimensions(name, x)
+    checks.same_dtype(name, "x", x, dy)
+    checks.same_shape(name, "x", x, dy.shape)
+    checks.same_device(name, "x", x, dy)
+    _check_pair(name, x, weight=weight, bias=bias)
+    none = dy.new_empty((0,))
+    return (
+        _new_pixels(x) if want_dx else none,
+        _new_pixels(x) if want_dresidual and relu else dy.new_empty((0,)),
+        torch.empty_like(weight) if want_dweight and weight is not None else dy.new_empty((0,)),
+        torch.empty_like(bias) if want_dbias and bias is not None else dy.new_empty((0,)),
+    )
+
+
+register_fake(NAME, _fake_forward)
+register_fake(NAME + "_forward", _fake_forward)
+register_fake(NAME + "_inference", _fake_inference)
+register_fake(NAME + "_backward", _fake_backward)
+
+
+def _channels(values: Tensor, x: Tensor) -> Tensor:
+    return values.view(-1, *(1,) * (x.dim() - 2))
+
+
+def _dims(x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Tensor | None) -> Gradients:
+    if dy is None:  # the running statistics are no function of the graph
+        return {}
+    grads: dict[str, Tensor | None] = {}
+    if wants.x or wants.weight or wants.bias or (wants.residual and saved.relu):
+        found = call_raw(
+            raw.batch_norm_backward.default,
+            *(dy, saved.x, saved.weight, saved.bias, saved.mean, saved.rstd, saved.mask, saved.training, saved.relu),
+            *(wants.x, wants.residual, wants.weight, wants.bias),
+        )
+        grads = dict(zip(("x", "residual", "weight", "bias"), found, strict=True))
+    if not saved.relu:
+        grads["residual"] = dy
+    return grads
+
+
+def _kept_by_relu(saved: Saved, v: Tensor) -> Tensor:
+    """Where ReLU kept its input: by the mask, or where there was no residual, by v."""
+    if not saved.mask.numel():
+        return ~(v.detach() <= 0)
+    x, vector = saved.x, _vector(saved.x)
+    bits = saved.mask[..., None] >> torch.arange(vector, dtype=torch.uint8, device=x.device) & 1
+    return bits.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1).bool()
+
+
+def _plain_backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Tensor | None) -> Gradients:
+    """In plain torch operations, in float32 or wider: differentiable in turn."""
+    if dy is None:
+        return {}
+    wide, dims = _wide(saved.x), _dims(saved.x)
+    x, g = saved.x.to(wide), dy.to(wide)
+    if saved.training:
+        x = x - _channels(x.mean(dims), x)
+        rstd = _channels(torch.rsqrt(x.square().mean(dims) + saved.eps), x)
+    else:
+        x, rstd = x - _channels(saved.mean, x), _channels(saved.rstd, x)
+    x_hat = x * rstd
+    scale = rstd if saved.weight is None else rstd * _channels(saved.weight.to(wide), x)
+    if saved.relu:
+        bias = 0.0 if saved.bias is None else _channels(saved.bias.to(wide), x)
+        g = torch.where(_kept_by_relu(saved, x * scale + bias), g, torch.zeros_like(g))
+    grads: dict[str, Tensor | None] = {"residual": g.to(dy.dtype)}
+    if wants.weight:
+        grads["weight"] = (g * x_hat).sum(dims).to(saved.weight.dtype)
+    if wants.bias:
+        grads["bias"] = g.sum(dims).to(saved.bias.dtype)
+    if saved.training:
+        g = g - _channels(g.mean(dims), g) - x_hat * _channels((g * x_hat).mean(dims), g)
+    grads["x"] = (scale * g).to(dy.dtype)
+    return grads
+
+
+def _plain(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, ...]:
+    wide, dims = _wide(x), _dims(x)
+    v, new = x.to(wide), [x.new_empty((0,))] * 2
+    if training:
+        mean = v.mean(dims)
+        squares, rows = (v - _channels(mean, x)).square().sum(dims), x.numel() // max(1, x.shape[1])
+        var = squares / rows
+        if running_mean is not None and running_var is not None:
+            pairs = ((running_mean, mean), (running_var, squares / (rows - 1)))
+            new = [((1 - momentum) * old.to(wide) + momentum * found.detach()).to(old.dtype) for old, found in pairs]
+    else:
+        mean, var = (t.to(wide) for t in (running_mean, running_var) if t is not None)
+    v = (v - _channels(mean, x)) * _channels(torch.rsqrt(var + eps), x)
+    if weight is not None:
+        v = v * _channels(weight.to(wide), x)
+    if bias is not None:
+        v = v + _channels(bias.to(wide), x)
+    if residual is not None:
+        v = v + residual.to(wide)
+    return ((torch.relu(v) if relu else v).to(x.dtype), *new)
+
+
+function = differentiable(
+    NAME,
+    forward=raw.batch_norm_forward.default,
+    inference=raw.batch_norm_inference.default,
+    public=3,
+    save=("x", "weight", "bias", "mean", "rstd", "mask", "training", "relu", "eps"),
+    backward=_backward,
+    differentiable_backward=_plain_backward,
+    plain=_plain,
+)
