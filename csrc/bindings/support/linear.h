@@ -318,8 +318,6 @@ inline bool input_gradient_with_derivative(const char* op, const Tensor& dy, con
                                            LinearActivation activation, const Tensor& dz, Tensor* dbias,
                                            const Layer& layer) {
   if (dz.numel() == 0 || !may_be_own(dz)) return false;
-  const int64_t sizes[2] = {dbias ? (dz.size(0) + 15) / 16 : 0, dz.size(1)};
-  const Tensor partials = allocate(op, "partial sums of the bias's gradient", sizes, 2, aoti_torch_dtype_float32(), dz);
   ProductParams epilogue{.z = const_cast<void*>(z.const_data_ptr()),
                          .z_stride = z.stride(0),
                          .epilogue = ProductEpilogue::derivative,
@@ -327,7 +325,6 @@ inline bool input_gradient_with_derivative(const char* op, const Tensor& dy, con
   std::optional<Tensor> sums;
   if (dbias) {
     sums = allocate_vector(op, "gradient of bias", layer.out, dtype_code(*layer.bias), dz);
-    epilogue.partials = static_cast<float*>(partials.mutable_data_ptr());
     epilogue.column_sums = sums->mutable_data_ptr();
     epilogue.column_sums_dtype = layer.bias_dtype;
   }

@@ -44,7 +44,12 @@ inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const 
   ProductPlan plan;
   raise_if_failed(op, product_plan_cuda(p, &plan));
   if (!plan.kernel) return false;
-  std::optional<Tensor> sums, flags;
+  std::optional<Tensor> sums, flags, partials;
+  if (p.column_sums) {
+    const int64_t sizes[2] = {(p.rows + 15) / 16, p.columns};
+    partials = allocate(op, "partial sums of columns", sizes, 2, aoti_torch_dtype_float32(), out);
+    p.partials = static_cast<float*>(partials->mutable_data_ptr());
+  }
   if (plan.kernel->splits) {
     sums = allocate_vector(op, "partial sums", plan.sums, aoti_torch_dtype_float32(), out);
     flags = allocate_vector(op, "flags of partial sums", plan.flags, aoti_torch_dtype_int32(), out);
