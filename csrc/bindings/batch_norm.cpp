@@ -111,7 +111,7 @@ struct Outputs {
 
 Outputs forward(const Tensor& x_any, const OptionalTensor& residual_any, const OptionalTensor& weight_any,
                 const OptionalTensor& bias_any, const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                bool training, double momentum, double eps, bool relu, bool with_mask) {
+                bool training, double momentum, double eps, bool relu, bool with_mask, bool in_place) {
   const Dtype dtype = float_dtype(kForward, "x", x_any);
   check_dimensions(kForward, x_any);
   BatchNormForwardParams p;
@@ -141,10 +141,10 @@ Outputs forward(const Tensor& x_any, const OptionalTensor& residual_any, const O
 
   Outputs out;
   const Tensor none = nothing(kForward, dtype_code(x_any), x_any);
-  const bool update = training && running_mean;
+  const bool update = training && running_mean, fresh = update && !in_place;
   out.y = allocate_pixels(kForward, "y", x_any);
-  out.new_mean = update ? allocate_like(kForward, "new_mean", *running_mean) : none;
-  out.new_var = update ? allocate_like(kForward, "new_var", *running_var) : none;
+  out.new_mean = fresh ? allocate_like(kForward, "new_mean", *running_mean) : none;
+  out.new_var = fresh ? allocate_like(kForward, "new_var", *running_var) : nothing(kForward, dtype_code(x_any), x_any);
   out.mean = allocate_vector(kForward, "mean", x.columns, real_code(dtype), x_any);
   out.rstd = allocate_vector(kForward, "rstd", x.columns, real_code(dtype), x_any);
   const int64_t mask_sizes[2] = {x.rows, x.columns / batch_norm_vector(x.columns, size_bytes(dtype))};
@@ -152,7 +152,7 @@ Outputs forward(const Tensor& x_any, const OptionalTensor& residual_any, const O
   const bool masked = with_mask && relu && residual;
   out.mask = allocate(kForward, "mask", masked ? mask_sizes : no_mask, 2, aoti_torch_dtype_uint8(), x_any);
   if (x.rows == 0 || x.columns == 0) {  // nothing is learnt of no values
-    if (update) {
+    if (fresh) {
       torch::stable::copy_(out.new_mean, *running_mean);
       torch::stable::copy_(out.new_var, *running_var);
     }
@@ -174,9 +174,9 @@ Outputs forward(const Tensor& x_any, const OptionalTensor& residual_any, const O
   if (masked) p.mask = static_cast<uint8_t*>(out.mask.mutable_data_ptr());
   p.mean = out.mean.mutable_data_ptr();
   p.rstd = out.rstd.mutable_data_ptr();
-  if (update) {
-    p.new_mean = out.new_mean.mutable_data_ptr();
-    p.new_var = out.new_var.mutable_data_ptr();
+  if (update) {  // in place: each channel is read before it is written
+    p.new_mean = fresh ? out.new_mean.mutable_data_ptr() : old_mean->mutable_data_ptr();
+    p.new_var = fresh ? out.new_var.mutable_data_ptr() : old_var->mutable_data_ptr();
   }
   p.rows = x.rows;
   p.columns = x.columns;
@@ -201,25 +201,34 @@ Outputs forward(const Tensor& x_any, const OptionalTensor& residual_any, const O
         with_partials(batch_norm_slices_cpu(p.rows, p.columns));
         return batch_norm_forward_cpu(p, threads);
       });
+  const auto write_back = [&](const Tensor& from, Tensor to) {
+    if (!to.is_contiguous()) torch::stable::copy_(to, from);
+  };
+  if (update && in_place) {
+    write_back(*old_mean, *running_mean);
+    write_back(*old_var, *running_var);
+  }
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> with_statistics(Tensor x, OptionalTensor residual,
-                                                                           OptionalTensor weight, OptionalTensor bias,
-                                                                           OptionalTensor running_mean,
-                                                                           OptionalTensor running_var, bool training,
-                                                                           double momentum, double eps, bool relu) {
+template <bool in_place> std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> with_statistics(
+    Tensor x, OptionalTensor residual, OptionalTensor weight, OptionalTensor bias, OptionalTensor running_mean,
+    OptionalTensor running_var, bool training, double momentum, double eps, bool relu) {
   const Outputs out =
-      forward(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu, true);
+      forward(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu, true, in_place);
   return {out.y, out.new_mean, out.new_var, out.mean, out.rstd, out.mask};
 }
+
+// g++ 12 does not instantiate a function whose address only a template takes.
+[[maybe_unused]] constexpr decltype(&with_statistics<true>) kInstances[] = {&with_statistics<false>,
+                                                                            &with_statistics<true>};
 
 std::tuple<Tensor, Tensor, Tensor> inference(Tensor x, OptionalTensor residual, OptionalTensor weight,
                                              OptionalTensor bias, OptionalTensor running_mean,
                                              OptionalTensor running_var, bool training, double momentum, double eps,
                                              bool relu) {
   const Outputs out =
-      forward(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu, false);
+      forward(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu, false, true);
   return {out.y, out.new_mean, out.new_var};
 }
 
@@ -301,14 +310,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dy_any, Tensor x_any,
   return {dx, dresidual, dweight, dbias};
 }
 
-constexpr const char* kArguments =
-    "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, "
-    "bool training, float momentum, float eps, bool relu) -> (Tensor y, Tensor new_mean, Tensor new_var";
+// `batch_norm`, which is traced, writes nothing in place: it returns the new running statistics.
+std::string schema(const char* op, bool in_place, const char* more) {
+  const auto running = [&](const char* name, const char* alias) {
+    return std::string("Tensor") + (in_place ? alias : "") + "? " + name + ", ";
+  };
+  return std::string(op) + "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, " +
+         running("running_mean", "(a!)") + running("running_var", "(b!)") +
+         "bool training, float momentum, float eps, bool relu) -> (Tensor y, Tensor new_mean, Tensor new_var" + more +
+         ")";
+}
 
 WARPSMITH_SCHEMAS(m) {
-  for (const char* op : {"batch_norm", "batch_norm_forward"})
-    m.def((std::string(op) + kArguments + ", Tensor mean, Tensor rstd, Tensor mask)").c_str());
-  m.def((std::string("batch_norm_inference") + kArguments + ")").c_str());
+  const char* const statistics = ", Tensor mean, Tensor rstd, Tensor mask";
+  m.def(schema("batch_norm", false, statistics).c_str());
+  m.def(schema("batch_norm_forward", true, statistics).c_str());
+  m.def(schema("batch_norm_inference", true, "").c_str());
   m.def(
       "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor mask, "
       "bool training, bool relu, bool want_dx, bool want_dresidual, bool want_dweight, bool want_dbias) -> "
@@ -316,8 +333,8 @@ WARPSMITH_SCHEMAS(m) {
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("batch_norm", TORCH_BOX(&with_statistics));
-  m.impl("batch_norm_forward", TORCH_BOX(&with_statistics));
+  m.impl("batch_norm", TORCH_BOX(&with_statistics<false>));
+  m.impl("batch_norm_forward", TORCH_BOX(&with_statistics<true>));
   m.impl("batch_norm_inference", TORCH_BOX(&inference));
   m.impl("batch_norm_backward", TORCH_BOX(&backward));
 }

@@ -255,6 +255,19 @@ def test_no_rows_leave_the_running_statistics(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_running_statistics_that_lie_apart_are_updated_and_counted(device):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 8, generator=g).to(device)
+    apart, whole = ([t.to(device) for t in (torch.zeros(16), torch.ones(16))] for _ in range(2))
+    apart, whole = [t[::2] for t in apart], [t[:8] for t in whole]
+    versions = [t._version for t in apart]
+    for running in (apart, whole):
+        warpsmith.batch_norm(x, *running, training=True)
+    assert torch.equal(apart[0], whole[0]) and torch.equal(apart[1], whole[1]) and whole[0].abs().sum() > 0
+    assert all(t._version > v for t, v in zip(apart, versions, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["channels_last", "NCHW", "slice of channels", "misaligned slice"])
 def test_layouts_of_torch_give_the_same_bits(layout, device):
     """Those of channels_last, and a slice of its channels is read where it lies."""

@@ -36,15 +36,9 @@ inline at::Tensor batch_norm(const at::Tensor& x, const std::optional<at::Tensor
                              const std::optional<at::Tensor>& weight = std::nullopt,
                              const std::optional<at::Tensor>& bias = std::nullopt,
                              const BatchNormOptions& options = {}) {
-  static const detail::Op op({.name = "batch_norm", .gradients = detail::batch_norm_gradients, .outputs = 3});
-  const auto found = detail::call(op, {x, options.residual, weight, bias, running_mean, running_var, options.training,
-                                       options.momentum, options.eps, options.relu});
-  if (options.training && detail::is_given(running_mean)) {
-    const at::NoGradGuard no_gradient;
-    running_mean->copy_(found[1]);
-    running_var->copy_(found[2]);
-  }
-  return found[0];
+  static const detail::Op op({.name = "batch_norm", .gradients = detail::batch_norm_gradients});
+  return detail::call(op, {x, options.residual, weight, bias, running_mean, running_var, options.training,
+                           options.momentum, options.eps, options.relu})[0];
 }
 
 }  // namespace warpsmith

@@ -1,7 +1,7 @@
 """batch_norm's fakes and gradients.
 
-The raw op ``(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu)`` writes nothing in
-place: it returns y and the new running statistics, which the public function copies.
+The raw ops ``(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu)`` update the running
+statistics in place, but for the traced one, which returns new ones that the public function copies.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
@@ -90,8 +91,6 @@ def _fake_inference(
     if training and checks.known(_rows(x) == 1):
         expected = "more than 1 value per channel when training"
         checks.refuse(NAME, "x", expected, f"input size {checks.shape_text(x.shape)}")
-    if training and running_mean is not None and running_var is not None:
-        return _new_pixels(x), torch.empty_like(running_mean), torch.empty_like(running_var)
     return _new_pixels(x), x.new_empty((0,)), x.new_empty((0,))
 
 
@@ -101,6 +100,14 @@ def _fake_forward(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Ten
     masked = residual is not None and others[-1]
     mask = x.new_empty((_rows(x), x.shape[1] // _vector(x)) if masked else (0, 0), dtype=torch.uint8)
     return (*outputs, *statistics, mask)
+
+
+def _fake_traced(x: Tensor, residual: Tensor | None, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    y, new_mean, new_var, *more = _fake_forward(x, residual, weight, *others)
+    _, mean, var, training, *_ = others
+    if training and mean is not None:
+        new_mean, new_var = torch.empty_like(mean), torch.empty_like(var)
+    return (y, new_mean, new_var, *more)
 
 
 def _fake_backward(
@@ -134,7 +141,7 @@ def _fake_backward(
     )
 
 
-register_fake(NAME, _fake_forward)
+register_fake(NAME, _fake_traced)
 register_fake(NAME + "_forward", _fake_forward)
 register_fake(NAME + "_inference", _fake_inference)
 register_fake(NAME + "_backward", _fake_backward)
@@ -213,14 +220,15 @@ def _plain(
     relu: bool,
 ) -> tuple[Tensor, ...]:
     wide, dims = _wide(x), _dims(x)
-    v, new = x.to(wide), [x.new_empty((0,))] * 2
+    v = x.to(wide)
     if training:
         mean = v.mean(dims)
         squares, rows = (v - _channels(mean, x)).square().sum(dims), x.numel() // max(1, x.shape[1])
         var = squares / rows
         if running_mean is not None and running_var is not None:
-            pairs = ((running_mean, mean), (running_var, squares / (rows - 1)))
-            new = [((1 - momentum) * old.to(wide) + momentum * found.detach()).to(old.dtype) for old, found in pairs]
+            for old, found in ((running_mean, mean), (running_var, squares / (rows - 1))):
+                new = (1 - momentum) * old.to(wide) + momentum * found.detach()
+                old.copy_(forward_ad.unpack_dual(new).primal)
     else:
         mean, var = (t.to(wide) for t in (running_mean, running_var) if t is not None)
     v = (v - _channels(mean, x)) * _channels(torch.rsqrt(var + eps), x)
@@ -230,7 +238,7 @@ def _plain(
         v = v + _channels(bias.to(wide), x)
     if residual is not None:
         v = v + residual.to(wide)
-    return ((torch.relu(v) if relu else v).to(x.dtype), *new)
+    return ((torch.relu(v) if relu else v).to(x.dtype), x.new_empty((0,)), x.new_empty((0,)))
 
 
 function = differentiable(

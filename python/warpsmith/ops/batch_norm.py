@@ -85,6 +85,9 @@ def batch_norm(
     y, new_mean, new_var = function(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu)
     if training and running_mean is not None and running_var is not None:
         with torch.no_grad():
-            running_mean.copy_(new_mean)
-            running_var.copy_(new_var)
+            if new_mean.shape == running_mean.shape:  # traced
+                running_mean.copy_(new_mean)
+                running_var.copy_(new_var)
+            else:  # written by the op, which autograd has not seen
+                torch.autograd.graph.increment_version((running_mean, running_var))
     return y
