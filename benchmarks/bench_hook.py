@@ -192,14 +192,21 @@ def clip_part(bench):
 
 def main_grad_part(bench):
     """Four micro-batches through linear layers and a step: gradients of each micro-batch added apart, and inside their
-    product. `hidden`: how much of the collectives' time other kernels ran in."""
-    layers, width, rows = (2, 64, 32) if bench.quick else (12, 4096, 8192)
+    product. Large layers fill a bucket each; of small ones several share one, with biases, which have no main_grad.
+    `hidden`: how much of NCCL's time other kernels ran in; set WARPSMITH_PEER_MEMORY=0 for it."""
+    large, small = ((2, 64, 32, False), (3, 32, 32, True)) if bench.quick else (
+        (12, 4096, 8192, False), (48, 1024, 16384, True))  # fmt: skip
+    for sizes in (large, small):
+        main_grad_of(bench, *sizes)
+
+
+def main_grad_of(bench, layers, width, rows, bias):
     x = torch.randn(rows, width, device=bench.device, dtype=torch.bfloat16)
     ids = [bench.device.index] if bench.device.type == "cuda" else None
 
     def make(sharded, fused):
         torch.manual_seed(0)
-        linear = functools.partial(warpsmith.nn.Linear, width, width, bias=False, fuse_main_grad=fused)
+        linear = functools.partial(warpsmith.nn.Linear, width, width, bias=bias, fuse_main_grad=fused)
         model = torch.nn.Sequential(*(linear(device=bench.device, dtype=torch.bfloat16) for _ in range(layers)))
         for layer in model if fused else ():
             layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
@@ -227,8 +234,8 @@ def main_grad_part(bench):
         calls = {"gradients": make(sharded, False), "main_grad": make(sharded, True)}
         times = bench.times(calls, 7, 3)
         for kind, ms in times.items():
-            bench.say("main_grad", name, kind, ms, "ms", of_gradients=round(ms / times["gradients"], 4),
-                      hidden=hidden_part(bench, calls[kind]))  # fmt: skip
+            more = {"of_gradients": round(ms / times["gradients"], 4), "hidden": hidden_part(bench, calls[kind])}
+            bench.say("main_grad", f"{layers} x {width}, {name}", kind, ms, "ms", **more)
 
 
 def hidden_part(bench, call):

@@ -7,7 +7,8 @@ price is a quotient within one run. Shapes are M x K x N, of mlp and gated_linea
     linear_gelu_tanh   with GELU behind it, without and with a gradient ("forward", "forward, kept")
     linear_main_grad   the weight's gradient into a float32 tensor, beside product and addition
     mlp, gated_linear  forward and backward, and the backward alone
-    linear_own         each product by our Hopper kernels, beside the library's and the bare product
+    linear_own         each product by our Hopper kernels, beside the library's and the bare product; of a gated layer
+                       beside both products bare
     linear_host        the host's time of a call of a small linear, beside F.linear's
 """
 
@@ -97,6 +98,7 @@ def products_of(device, m, k, n):
     """{direction: a product with its epilogue, and the bare product} of a layer and of its gradients."""
     ops, sizes = torch.ops.warpsmith, ((m, k), (n, k), (n,), (m, n), (k, n))
     x, weight, bias, dy, second = (t.detach() for t in leaves(device, *sizes))
+    up = weight.flip(0).contiguous()
     total, none = torch.zeros(n, k, device=device), x.new_empty(0)
 
     def forward(residual=None, bias=None, activation=0, op=ops.linear_inference):
@@ -111,8 +113,15 @@ def products_of(device, m, k, n):
     def into_main_grad():
         return ops.linear_backward_main_grad(dy, x, weight, None, none, total, 0, False, False)
 
+    def gated(op):  # SwiGLU
+        return lambda: op(x, weight, up, None, None, None, None, 4)
+
     def product(a, b):
         return lambda: torch.mm(a, b)
+
+    def two_products():
+        torch.mm(x, weight.t())
+        torch.mm(x, up.t())
 
     of_forward, of_weight = product(x, weight.t()), product(dy.t(), x)
     return {
@@ -121,6 +130,8 @@ def products_of(device, m, k, n):
         "forward, bias, residual": (forward(dy, bias), of_forward),
         "forward, bias, GELU": (forward(None, bias, 3), of_forward),
         "forward, bias, GELU, kept": (forward(None, bias, 3, ops.linear_forward), of_forward),
+        "gated forward": (gated(ops.gated_linear_inference), two_products),
+        "gated forward, kept": (gated(ops.gated_linear_forward), two_products),
         "input gradient": (backward(True, False, False), product(dy, weight)),
         "input gradient, GELU's, of a bias": (derivative, product(x, second)),
         "weight gradient": (backward(False, True, False), of_weight),

@@ -284,10 +284,11 @@ Pair check_pair(const char* op, const Tensor& x, Dtype dtype, const Tensor& gate
   return {std::move(gate), std::move(up), check_activation(op, activation, /*none_allowed=*/false)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> gated_linear_forward(Tensor x_any, Tensor gate_weight, Tensor up_weight,
-                                                        OptionalTensor gate_bias, OptionalTensor up_bias,
-                                                        OptionalTensor gate_main_grad, OptionalTensor up_main_grad,
-                                                        int64_t activation) {
+// Returns y, and with `keep` gate and up.
+std::tuple<Tensor, Tensor, Tensor> gated_linear(const Tensor& x_any, const Tensor& gate_weight, const Tensor& up_weight,
+                                                const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                                                const OptionalTensor& gate_main_grad,
+                                                const OptionalTensor& up_main_grad, int64_t activation, bool keep) {
   const char* op = name(LinearOp::gated_linear);
   const Dtype dtype = check_x(op, x_any);
   const Pair pair = check_pair(op, x_any, dtype, gate_weight, up_weight, gate_bias, up_bias, activation);
@@ -295,13 +296,21 @@ std::tuple<Tensor, Tensor, Tensor> gated_linear_forward(Tensor x_any, Tensor gat
   const OnDeviceOf device(x_any);
   const Tensor x = rows_of(op, "x", x_any);
   const int64_t columns = pair.gate.out;
-  const New gate(op, "gate", x_any, columns), up(op, "up", x_any, columns), y(op, "y", x_any, columns);
-  project(op, pair.gate, x, gate.rows);
-  project(op, pair.up, x, up.rows);
-  if (y.any.numel() > 0) {
+  const New y(op, "y", x_any, columns);
+  std::optional<New> gate, up;
+  const auto make = [&] {
+    gate.emplace(op, "gate", x_any, columns);
+    up.emplace(op, "up", x_any, columns);
+  };
+  if (keep) make();
+  const auto rows = [](const std::optional<New>& kept) { return kept ? OptionalTensor(kept->rows) : std::nullopt; };
+  if (!project_gated(op, pair.gate, pair.up, pair.activation, x, y.rows, rows(gate), rows(up)) && y.any.numel() > 0) {
+    if (!keep) make();
+    project(op, pair.gate, x, gate->rows);
+    project(op, pair.up, x, up->rows);
     const ActivationKernels& f = kernels_of(pair.activation);
-    const GatedFwdParams p{gate.any.const_data_ptr(),
-                           up.any.const_data_ptr(),
+    const GatedFwdParams p{gate->any.const_data_ptr(),
+                           up->any.const_data_ptr(),
                            y.any.mutable_data_ptr(),
                            y.rows.size(0),
                            columns,
@@ -313,7 +322,21 @@ std::tuple<Tensor, Tensor, Tensor> gated_linear_forward(Tensor x_any, Tensor gat
         op, y.any, [&](void* stream) { return gated_forward_cuda(f.gated, p, stream); },
         [&](const Parallel& threads) { return gated_forward_cpu(f.gated, p, threads); });
   }
-  return {y.any, gate.any, up.any};
+  return {y.any, keep ? gate->any : nothing_like(op, x_any), keep ? up->any : nothing_like(op, x_any)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> gated_linear_forward(Tensor x, Tensor gate_weight, Tensor up_weight,
+                                                        OptionalTensor gate_bias, OptionalTensor up_bias,
+                                                        OptionalTensor gate_main_grad, OptionalTensor up_main_grad,
+                                                        int64_t activation) {
+  return gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, gate_main_grad, up_main_grad, activation, true);
+}
+
+Tensor gated_linear_inference(Tensor x, Tensor gate_weight, Tensor up_weight, OptionalTensor gate_bias,
+                              OptionalTensor up_bias, OptionalTensor gate_main_grad, OptionalTensor up_main_grad,
+                              int64_t activation) {
+  return std::get<0>(
+      gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, gate_main_grad, up_main_grad, activation, false));
 }
 
 // A weight's gradient is added to its main_grad where there is one.
@@ -429,10 +452,11 @@ WARPSMITH_SCHEMAS(m) {
       "activation, bool want_dx, bool want_dw1, bool want_db1, bool want_dw2, bool want_db2) -> (Tensor dx, Tensor "
       "dw1, Tensor db1, Tensor dw2, Tensor db2)");
 
-  def("gated_linear",
+  const std::string gated_inputs =
       "Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? gate_main_grad, "
-      "Tensor? up_main_grad, int activation",
-      ", Tensor gate, Tensor up");
+      "Tensor? up_main_grad, int activation";
+  def("gated_linear", gated_inputs, ", Tensor gate, Tensor up");
+  m.def(("gated_linear_inference(" + gated_inputs + ") -> Tensor y").c_str());
   m.def(
       "gated_linear_backward(Tensor dy, Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? "
       "up_bias, Tensor gate, Tensor up, int activation, bool want_dx, bool want_dgate_weight, bool want_dup_weight, "
@@ -456,6 +480,7 @@ WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl("mlp_backward", TORCH_BOX(&mlp_backward));
   m.impl("gated_linear", TORCH_BOX(&gated_linear_forward));
   m.impl("gated_linear_forward", TORCH_BOX(&gated_linear_forward));
+  m.impl("gated_linear_inference", TORCH_BOX(&gated_linear_inference));
   m.impl("gated_linear_backward", TORCH_BOX(&gated_linear_backward));
   m.impl("gated_linear_backward_main_grads", TORCH_BOX(&gated_linear_backward_main_grads));
 }

@@ -77,6 +77,8 @@ void check_bytes(const char* op, const char* data_name, const char* scale_name, 
   switch (options.weights) {
     case Fp8Scaling::tensor: return check_of(op, scale_name, *scale, ScalarType::Float, {}, like);
     case Fp8Scaling::row: return check_of(op, scale_name, *scale, ScalarType::Float, {rows, 1}, like);
+    case Fp8Scaling::block:
+      return check_of(op, scale_name, *scale, ScalarType::Float, {rows, ceil_div(columns, kFp8Block)}, like);
     default:
       check_of(op, scale_name, *scale, ScalarType::Float, {ceil_div(rows, kFp8Block), ceil_div(columns, kFp8Block)},
                like);
@@ -121,15 +123,16 @@ struct Operand {
   Tensor scale;  // of the tensor, of its rows, of 128 terms of each, or of squares of 128 by 128
 };
 
-int64_t number(Fp8Scaling scaling) { return static_cast<int64_t>(scaling); }
-
 // The rows of t, or its columns as rows.
 Operand cast(const Tensor& t, const OptionalTensor& scale, Fp8Scaling scaling, bool columns,
              const ScaledOptions& options) {
-  const auto [data, made, transposed, transposed_scale, counts, sums] =
-      quantize_fp8(t, scale, number(scaling), columns ? 2 : 0, kE4m3, options.power_of_two, false);
-  if (!columns) return {data, scale ? *scale : made};
-  return {transposed, scale ? *scale : scaling == Fp8Scaling::tensor ? made : transposed_scale};
+  const Casts c = cast_fp8(t, scale,
+                           {.scaling = scaling,
+                            .transpose = columns ? Fp8Transpose::only : Fp8Transpose::no,
+                            .dtype = kE4m3,
+                            .power_of_two = options.power_of_two});
+  const OptionalTensor& made = columns && scaling != Fp8Scaling::tensor ? c.transposed_scale : c.scale;
+  return {columns ? *c.transposed : *c.data, scale ? *scale : *made};
 }
 
 Tensor as_float32(const char* op, const Tensor& bias) {
@@ -179,6 +182,14 @@ Tensor block_scales(const char* op, const Operand& a) {
   return matrix_view(turned, 0, rows, blocks, 1, rows);
 }
 
+// As cuBLASLt reads scales: from 16 bytes on.
+Tensor aligned(const char* op, const Tensor& scale) {
+  if (on_16_bytes(scale.const_data_ptr())) return scale;
+  const Tensor copy = allocate_like(op, "an aligned scale", scale);
+  torch::stable::copy_(const_cast<Tensor&>(copy), scale);
+  return copy;
+}
+
 void multiply_on_card(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,
                       const ScaledOptions& options) {
   if (!aoti_torch_cuda__scaled_mm_out)
@@ -186,9 +197,9 @@ void multiply_on_card(const char* op, const Operand& a, const Operand& b, const 
   int32_t code = dtype_code(out);
   const bool wide = code == aoti_torch_dtype_float32();
   const bool blocks = options.activations == Fp8Scaling::block;
-  const Tensor scale_a = blocks ? block_scales(op, a) : a.scale;
-  const Tensor scale_b =
-      options.activations == Fp8Scaling::tensor ? b.scale : transposed(blocks ? block_scales(op, b) : b.scale);
+  const Tensor scale_a = aligned(op, blocks ? block_scales(op, a) : a.scale);
+  const Tensor of_b = aligned(op, blocks ? block_scales(op, b) : b.scale);
+  const Tensor scale_b = options.activations == Fp8Scaling::tensor ? of_b : transposed(of_b);
   OptionalTensor added;
   if (bias) added = as_contiguous(in_dtype(op, "bias", *bias, code), op);
   AtenTensorHandle handle = added ? added->get() : nullptr;
@@ -237,19 +248,37 @@ Tensor no_counts(const char* op, const Tensor& like) {
   return counts;
 }
 
-Tensor watched(const char* op, const Tensor& t, const ScaledOptions& options) {
-  return options.watch ? fp8_amax(t, false) : nothing(op, aoti_torch_dtype_float32(), t);
+Tensor or_nothing(const char* op, const OptionalTensor& t, int32_t code, const Tensor& like) {
+  return t ? *t : nothing(op, code, like);
 }
+
+// Bytes that another layer has made of the same x, [rows, terms] or turned, and their scales: both or neither.
+void check_shared(const char* op, const char* data_name, const char* scale_name, const OptionalTensor& data,
+                  const OptionalTensor& scale, int64_t rows, int64_t columns, const ScaledOptions& options,
+                  const Tensor& like) {
+  ScaledOptions as_x = options;
+  as_x.weights = options.activations;
+  check_bytes(op, data_name, scale_name, data, scale, rows, columns, as_x, like);
+}
+
+int64_t product_of_rows(const Tensor& t) {
+  int64_t rows = 1;
+  for (int64_t i = 0; i + 1 < t.dim(); ++i) rows *= t.size(i);
+  return rows;
+}
+int64_t whole_sixteens(int64_t rows) { return ceil_div(rows, kSizeMultiple) * kSizeMultiple; }
 
 // ---- the ops
 
-// Beside y: counts of x, its largest magnitude if it is watched, and the scale of x that the backward needs again.
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x_any, Tensor weight, OptionalTensor bias,
-                                                   OptionalTensor weight_data, OptionalTensor weight_scale,
-                                                   OptionalTensor x_scale, OptionalTensor dy_scale,
-                                                   OptionalTensor dy_counts, OptionalTensor dy_amax, int64_t scaling,
-                                                   int64_t accumulate, bool e5m2, bool high, bool power_of_two,
-                                                   bool emulate, bool watch) {
+// Beside y: counts of x and its largest magnitude if it is watched, both without elements where the bytes of x are
+// given; bytes and scale of x, for the backward and for other layers of the same x.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor x_any, Tensor weight, OptionalTensor bias,
+                                                           OptionalTensor weight_data, OptionalTensor weight_scale,
+                                                           OptionalTensor x_scale, OptionalTensor dy_scale,
+                                                           OptionalTensor dy_counts, OptionalTensor dy_amax,
+                                                           OptionalTensor x_data, OptionalTensor x_data_scale,
+                                                           int64_t scaling, int64_t accumulate, bool e5m2, bool high,
+                                                           bool power_of_two, bool emulate, bool watch) {
   const char* op = name(LinearOp::scaled_linear);
   const ScaledLayer layer = check_weight(op, weight, x_any, false);
   check_bias(op, bias, layer.out, x_any);
@@ -259,30 +288,48 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x_any, Tensor weight, 
   check_given(op, "dy_scale", dy_scale, options, x_any);
   if (dy_counts) check_of(op, "dy_counts", *dy_counts, ScalarType::Long, {2}, x_any);
   if (dy_amax) check_of(op, "dy_amax", *dy_amax, ScalarType::Float, {}, x_any);
+  const bool blocks = options.activations == Fp8Scaling::block;
+  const int64_t x_rows = product_of_rows(x_any), cast_rows = blocks ? whole_sixteens(x_rows) : x_rows;
+  check_shared(op, "x_data", "x_data_scale", x_data, x_data_scale, cast_rows, layer.in, options, x_any);
 
   const OnDeviceOf device(x_any);
-  const bool one = options.activations == Fp8Scaling::tensor, blocks = options.activations == Fp8Scaling::block;
-  const Tensor rows = adjacent_rows(op, "x", x_any), x = blocks ? filled_up(op, rows) : rows;
-  const auto [data, made, t, ts, counts, s] = quantize_fp8(x, x_scale, scaling, 0, kE4m3, power_of_two, false);
+  const int32_t real = aoti_torch_dtype_float32();
+  OptionalTensor counts, amax, made = x_data_scale, data = x_data;
+  if (!data) {
+    const Tensor rows = adjacent_rows(op, "x", x_any);
+    const Casts c = cast_fp8(blocks ? filled_up(op, rows) : rows, x_scale,
+                             {.scaling = options.activations,
+                              .transpose = Fp8Transpose::no,
+                              .dtype = kE4m3,
+                              .power_of_two = power_of_two,
+                              .counts = true,
+                              .amax = watch && x_scale});
+    data = c.data;
+    made = c.scale;
+    counts = c.counts;
+    amax = watch && !x_scale ? fp8_amax(rows, false) : c.amax;
+  }
   const Tensor y = allocate_rows(op, "y", x_any, layer.out);
   if (y.numel()) {
     const Operand b = weight_data ? Operand{*weight_data, as_contiguous(*weight_scale, op)}
                                   : cast(weight, std::nullopt, options.weights, false, options);
-    multiply_scaled(op, {data, x_scale ? *x_scale : made}, b, bias, as_rows_matrix(y, rows.size(0), layer.out),
-                    options);
+    multiply_scaled(op, {*data, x_scale ? *x_scale : as_contiguous(*made, op)}, b, bias,
+                    as_rows_matrix(y, x_rows, layer.out), options);
   }
-  const Tensor kept = one && !x_scale ? made : nothing(op, aoti_torch_dtype_float32(), x_any);
-  return {y, counts, watched(op, rows, options), kept};
+  // What was given is no output: outputs are tensors of their own.
+  const bool is_new = !x_data.has_value();
+  return {y, or_nothing(op, counts, aoti_torch_dtype_int64(), x_any), or_nothing(op, amax, real, x_any),
+          or_nothing(op, is_new ? data : std::nullopt, aoti_torch_dtype_float8_e4m3fn(), x_any),
+          or_nothing(op, is_new ? made : std::nullopt, real, x_any)};
 }
 
-// A gradient that is not wanted has zero elements. Counts and the largest magnitude are those of dy.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(Tensor dy_any, OptionalTensor x_any, Tensor weight,
-                                                            OptionalTensor bias, OptionalTensor transposed_data,
-                                                            OptionalTensor transposed_scale, OptionalTensor x_scale,
-                                                            OptionalTensor dy_scale, int64_t scaling,
-                                                            int64_t accumulate, bool e5m2, bool high, bool power_of_two,
-                                                            bool emulate, bool watch, bool want_dx, bool want_dweight,
-                                                            bool want_dbias) {
+// A gradient that is not wanted has zero elements. Counts and the largest magnitude are those of dy. x_turned: bytes of
+// the columns of x.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    Tensor dy_any, OptionalTensor x_any, Tensor weight, OptionalTensor bias, OptionalTensor transposed_data,
+    OptionalTensor transposed_scale, OptionalTensor x_scale, OptionalTensor dy_scale, OptionalTensor x_turned,
+    OptionalTensor x_turned_scale, int64_t scaling, int64_t accumulate, bool e5m2, bool high, bool power_of_two,
+    bool emulate, bool watch, bool want_dx, bool want_dweight, bool want_dbias) {
   const char* op = backward_name(LinearOp::scaled_linear);
   const ScaledLayer layer = check_weight(op, weight, dy_any, true);
   check_bias(op, bias, layer.out, dy_any);
@@ -294,30 +341,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(Tensor dy_any, Optio
   if (want_dweight && !x_any) refuse(op, "x", "a tensor when the weight's gradient is wanted", "None");
   if (want_dbias && !bias) refuse(op, "bias", "a tensor when its gradient is wanted", "None");
   if (x_any) check_rows(op, "x", *x_any, dy_any, layer.in, narrow_dtype(op, "dy", dy_any));
+  check_shared(op, "x_turned", "x_turned_scale", x_turned, x_turned_scale, layer.in,
+               whole_sixteens(product_of_rows(dy_any)), options, dy_any);
 
   const OnDeviceOf device(dy_any);
   const bool by_casts = want_dweight && !high, blocks = options.activations == Fp8Scaling::block;
+  const bool one = options.activations == Fp8Scaling::tensor;
   const Tensor rows = adjacent_rows(op, "dy", dy_any);
   const Tensor dy = by_casts || blocks ? filled_up(op, rows) : rows;
-  const int32_t wide = aoti_torch_dtype_float32();
-  Tensor dx = nothing(op, dtype_code(dy_any), dy_any), dweight = nothing(op, dtype_code(dy_any), dy_any),
-         dbias = nothing(op, dtype_code(dy_any), dy_any);
-  Tensor counts = nothing(op, aoti_torch_dtype_int64(), dy_any), sums = nothing(op, wide, dy_any);
+  const int32_t wide = aoti_torch_dtype_float32(), own = dtype_code(dy_any);
+  OptionalTensor dx, dweight, dbias, counts, sums, amax, turned_data, turned_scale;
   if (want_dx || by_casts) {
-    const auto how = want_dx && by_casts ? Fp8Transpose::also : want_dx ? Fp8Transpose::no : Fp8Transpose::only;
-    const auto [data, made, turned, turned_scale, counted, column_sums] =
-        quantize_fp8(dy, dy_scale, scaling, static_cast<int64_t>(how), options.grad_dtype, power_of_two, want_dbias);
-    counts = counted;
-    sums = column_sums;
-    const bool one = options.activations == Fp8Scaling::tensor;
+    const Casts c = cast_fp8(dy, dy_scale,
+                             {.scaling = options.activations,
+                              .transpose = !by_casts ? Fp8Transpose::no
+                                           : want_dx ? Fp8Transpose::also
+                                                     : Fp8Transpose::only,
+                              .dtype = options.grad_dtype,
+                              .power_of_two = power_of_two,
+                              .counts = true,
+                              .column_sums = want_dbias,
+                              .amax = watch && dy_scale});
+    counts = c.counts;
+    sums = c.sums;
+    amax = c.amax;
     if (want_dx) {
       dx = allocate_rows(op, "gradient of x", dy_any, layer.in);
-      const Tensor to = as_rows_matrix(dx, rows.size(0), layer.in);
+      const Tensor to = as_rows_matrix(*dx, rows.size(0), layer.in);
       // Rows of 16 and more are whole blocks; other scalings need no rows that fill up.
-      Operand a{data, dy_scale ? *dy_scale : made};
+      Operand a{*c.data, dy_scale ? *dy_scale : *c.scale};
       if (!blocks && dy.size(0) != rows.size(0)) {
-        a.data = matrix_view(data, 0, rows.size(0), layer.out, layer.out);
-        if (!one) a.scale = matrix_view(made, 0, rows.size(0), 1, 1);
+        a.data = matrix_view(*c.data, 0, rows.size(0), layer.out, layer.out);
+        if (!one) a.scale = matrix_view(*c.scale, 0, rows.size(0), 1, 1);
       }
       if (to.numel())
         multiply_scaled(op, a,
@@ -328,28 +383,41 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(Tensor dy_any, Optio
     if (by_casts) {
       const int64_t sizes[2] = {layer.out, layer.in};
       dweight = allocate(op, "gradient of weight", sizes, 2, dtype_code(weight), dy_any);
-      const Tensor x = filled_up(op, adjacent_rows(op, "x", *x_any));
-      const Tensor scale = dy_scale ? *dy_scale : one ? made : turned_scale;
-      multiply_scaled(op, {turned, scale}, cast(x, x_scale, options.activations, true, options), std::nullopt, dweight,
-                      options);
+      const Operand of_x =
+          x_turned ? Operand{*x_turned, as_contiguous(*x_turned_scale, op)}
+                   : cast(filled_up(op, adjacent_rows(op, "x", *x_any)), x_scale, options.activations, true, options);
+      multiply_scaled(op,
+                      {*c.transposed, dy_scale ? *dy_scale
+                                      : one    ? *c.scale
+                                               : *c.transposed_scale},
+                      of_x, std::nullopt, *dweight, options);
+      if (!x_turned) {
+        turned_data = of_x.data;
+        if (!x_scale) turned_scale = of_x.scale;
+      }
     }
   } else {
     counts = no_counts(op, dy_any);
     if (want_dbias) {
       sums = allocate_vector(op, "gradient of bias", layer.out, wide, dy_any);
       if (rows.numel() == 0)
-        torch::stable::zero_(sums);
+        torch::stable::zero_(*sums);
       else
-        add_column_sums(op, rows, sums, narrow_dtype(op, "dy", dy_any), false);
+        add_column_sums(op, rows, *sums, narrow_dtype(op, "dy", dy_any), false);
     }
   }
+  if (watch && !amax) amax = fp8_amax(rows, false);
   if (want_dweight && high) {
     const int64_t sizes[2] = {layer.out, layer.in};
     dweight = allocate(op, "gradient of weight", sizes, 2, dtype_code(weight), dy_any);
-    weight_gradient_into(op, dweight, rows, adjacent_rows(op, "x", *x_any), false);
+    weight_gradient_into(op, *dweight, rows, adjacent_rows(op, "x", *x_any), false);
   }
-  if (want_dbias) dbias = in_dtype(op, "gradient of bias", sums, dtype_code(*bias));
-  return {dx, dweight, dbias, counts, watched(op, rows, options)};
+  if (want_dbias) dbias = in_dtype(op, "gradient of bias", *sums, dtype_code(*bias));
+  return {
+      or_nothing(op, dx, own, dy_any),           or_nothing(op, dweight, own, dy_any),
+      or_nothing(op, dbias, own, dy_any),        *counts,
+      or_nothing(op, amax, wide, dy_any),        or_nothing(op, turned_data, aoti_torch_dtype_float8_e4m3fn(), dy_any),
+      or_nothing(op, turned_scale, wide, dy_any)};
 }
 
 #define WARPSMITH_SCALED_OPTIONS \
@@ -357,16 +425,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(Tensor dy_any, Optio
 
 WARPSMITH_SCHEMAS(m) {
   for (const char* form : {"scaled_linear", "scaled_linear_forward"})
-    m.def((std::string(form) +
-           "(Tensor x, Tensor weight, Tensor? bias, Tensor? weight_data, Tensor? weight_scale, "
-           "Tensor? x_scale, Tensor? dy_scale, Tensor? dy_counts, Tensor? dy_amax, " WARPSMITH_SCALED_OPTIONS
-           ") -> (Tensor y, Tensor counts, Tensor amax, Tensor new_scale)")
+    m.def((std::string(form) + "(Tensor x, Tensor weight, Tensor? bias, Tensor? weight_data, Tensor? weight_scale, "
+                               "Tensor? x_scale, Tensor? dy_scale, Tensor? dy_counts, Tensor? dy_amax, Tensor? x_data, "
+                               "Tensor? x_data_scale, " WARPSMITH_SCALED_OPTIONS
+                               ") -> (Tensor y, Tensor counts, Tensor amax, Tensor new_data, Tensor new_scale)")
               .c_str());
   m.def(
       "scaled_linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor? bias, Tensor? transposed, "
-      "Tensor? transposed_scale, Tensor? x_scale, Tensor? dy_scale, " WARPSMITH_SCALED_OPTIONS
+      "Tensor? transposed_scale, Tensor? x_scale, Tensor? dy_scale, Tensor? x_turned, "
+      "Tensor? x_turned_scale, " WARPSMITH_SCALED_OPTIONS
       ", bool want_dx, bool want_dweight, bool want_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor counts, "
-      "Tensor amax)");
+      "Tensor amax, Tensor new_turned, Tensor new_turned_scale)");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {

@@ -48,27 +48,20 @@ std::vector<int64_t> scale_shape(Fp8Scaling scaling, std::vector<int64_t> shape,
 
 }  // namespace
 
-Quantized quantize_fp8(Tensor x_any, std::optional<Tensor> given_any, int64_t scaling_number, int64_t transpose_number,
-                       ScalarType dtype, bool power_of_two, bool column_sums) {
+Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, const CastOptions& o) {
   const Dtype x_dtype = narrow_dtype(kQuantize, "x", x_any);
-  const bool e5m2 = is_e5m2(kQuantize, "dtype", dtype);
-  if (scaling_number < 0 || scaling_number >= static_cast<int64_t>(std::size(kFp8Scalings)))
-    refuse(kQuantize, "scaling", "0 (row), 1 (tensor), 2 (block) or 3 (block2d)", std::to_string(scaling_number));
-  if (transpose_number < 0 || transpose_number > 2)
-    refuse(kQuantize, "transpose", "0 (no), 1 (also) or 2 (only)", std::to_string(transpose_number));
-  const auto scaling = static_cast<Fp8Scaling>(scaling_number);
-  const auto transpose = static_cast<Fp8Transpose>(transpose_number);
+  const bool e5m2 = is_e5m2(kQuantize, "dtype", o.dtype);
   const Rows x = as_rows(kQuantize, "x", x_any);
-  const bool data_wanted = transpose != Fp8Transpose::only, transposed_wanted = transpose != Fp8Transpose::no;
+  const bool data_wanted = o.transpose != Fp8Transpose::only, transposed_wanted = o.transpose != Fp8Transpose::no;
   const std::vector<int64_t> shape = shape_of(x_any), turned = {x.columns, x.rows};
-  const std::vector<int64_t> scales = scale_shape(scaling, shape, x.rows),
-                             turned_scales = scale_shape(scaling, turned, x.columns);
+  const std::vector<int64_t> scales = scale_shape(o.scaling, shape, x.rows),
+                             turned_scales = scale_shape(o.scaling, turned, x.columns);
 
   std::optional<Tensor> given;
   if (given_any) {
     check_float32(kQuantize, "scale", *given_any);
-    if (scaling == Fp8Scaling::block || scaling == Fp8Scaling::block2d ||
-        (scaling == Fp8Scaling::row && transpose == Fp8Transpose::also))
+    if (o.scaling == Fp8Scaling::block || o.scaling == Fp8Scaling::block2d ||
+        (o.scaling == Fp8Scaling::row && o.transpose == Fp8Transpose::also))
       refuse(kQuantize, "scale", "None: these scales are computed", "a tensor");
     const auto& expected = data_wanted ? scales : turned_scales;
     if (shape_of(*given_any) != expected) {
@@ -81,40 +74,39 @@ Quantized quantize_fp8(Tensor x_any, std::optional<Tensor> given_any, int64_t sc
   }
 
   const int32_t real = aoti_torch_dtype_float32(), bytes = byte_code(e5m2);
-  const Tensor none = nothing(kQuantize, real, x_any), no_bytes = nothing(kQuantize, bytes, x_any);
-  const bool one = scaling == Fp8Scaling::tensor;
-  const Tensor data = data_wanted ? allocate_of("data", shape, bytes, x_any) : no_bytes;
-  const Tensor transposed =
-      transposed_wanted ? allocate_of("transposed", turned, bytes, x_any) : nothing(kQuantize, bytes, x_any);
-  const Tensor scale = !given && (data_wanted || one) ? allocate_of("scale", scales, real, x_any) : none;
-  const Tensor transposed_scale = !given && transposed_wanted && !one
-                                      ? allocate_of("transposed_scale", turned_scales, real, x_any)
-                                      : nothing(kQuantize, real, x_any);
-  const Tensor counts = allocate_vector(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
-  const Tensor sums =
-      column_sums ? allocate_vector(kQuantize, "column_sums", x.columns, real, x_any) : nothing(kQuantize, real, x_any);
+  const bool one = o.scaling == Fp8Scaling::tensor;
+  Casts casts;
+  if (data_wanted) casts.data = allocate_of("data", shape, bytes, x_any);
+  if (transposed_wanted) casts.transposed = allocate_of("transposed", turned, bytes, x_any);
+  if (!given && (data_wanted || one)) casts.scale = allocate_of("scale", scales, real, x_any);
+  if (!given && transposed_wanted && !one)
+    casts.transposed_scale = allocate_of("transposed_scale", turned_scales, real, x_any);
+  if (o.counts) casts.counts = allocate_vector(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
+  if (o.column_sums) casts.sums = allocate_vector(kQuantize, "column_sums", x.columns, real, x_any);
+  if (o.amax) casts.amax = allocate(kQuantize, "amax", nullptr, 0, real, x_any);
 
-  const auto floats = [](const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); };
-  float* const read = given ? static_cast<float*>(const_cast<void*>(given->const_data_ptr())) : nullptr;
   // Not null where there is nothing to write: an output without elements is wanted all the same.
-  const auto address = [](const Tensor& t) -> void* {
+  const auto address = [](const std::optional<Tensor>& t) -> void* {
     static char no_memory[16];
-    return t.numel() ? t.mutable_data_ptr() : no_memory;
+    return !t ? nullptr : t->numel() ? t->mutable_data_ptr() : no_memory;
   };
+  const auto floats = [&](const std::optional<Tensor>& t) { return static_cast<float*>(address(t)); };
+  float* const read = given ? static_cast<float*>(const_cast<void*>(given->const_data_ptr())) : nullptr;
   QuantizeParams p{.x = x.tensor.const_data_ptr(),
-                   .data = data_wanted ? address(data) : nullptr,
-                   .transposed = transposed_wanted ? address(transposed) : nullptr,
-                   .scale = read && (data_wanted || one) ? read : floats(scale),
-                   .transposed_scale = read ? read : floats(transposed_scale),
-                   .column_sums = column_sums ? static_cast<float*>(address(sums)) : nullptr,
-                   .counts = static_cast<int64_t*>(counts.mutable_data_ptr()),
+                   .data = address(casts.data),
+                   .transposed = address(casts.transposed),
+                   .scale = read && (data_wanted || one) ? read : floats(casts.scale),
+                   .transposed_scale = read ? read : floats(casts.transposed_scale),
+                   .column_sums = floats(casts.sums),
+                   .amax = floats(casts.amax),
+                   .counts = static_cast<int64_t*>(address(casts.counts)),
                    .workspace = nullptr,
                    .rows = x.rows,
                    .columns = x.columns,
                    .x_stride = x.stride,
-                   .scaling = scaling,
+                   .scaling = o.scaling,
                    .given = given.has_value(),
-                   .power_of_two = power_of_two,
+                   .power_of_two = o.power_of_two,
                    .e5m2 = e5m2,
                    .dtype = x_dtype};
   std::optional<Tensor> workspace;
@@ -123,12 +115,38 @@ Quantized quantize_fp8(Tensor x_any, std::optional<Tensor> given_any, int64_t sc
       [&](void* stream) {
         if (const int64_t elems = quantize_workspace_elems(p)) {
           workspace = allocate_vector(kQuantize, "partial results", elems, real, x_any);
-          p.workspace = floats(*workspace);
+          p.workspace = static_cast<float*>(workspace->mutable_data_ptr());
         }
         return quantize_cuda(p, stream);
       },
       [&](const Parallel& threads) { return quantize_cpu(p, threads); });
-  return {data, scale, transposed, transposed_scale, counts, sums};
+  return casts;
+}
+
+Quantized quantize_fp8(Tensor x, std::optional<Tensor> given, int64_t scaling, int64_t transpose, ScalarType dtype,
+                       bool power_of_two, bool column_sums) {
+  narrow_dtype(kQuantize, "x", x);
+  const int32_t bytes = byte_code(is_e5m2(kQuantize, "dtype", dtype)), real = aoti_torch_dtype_float32();
+  if (scaling < 0 || scaling >= static_cast<int64_t>(std::size(kFp8Scalings)))
+    refuse(kQuantize, "scaling", "0 (row), 1 (tensor), 2 (block) or 3 (block2d)", std::to_string(scaling));
+  if (transpose < 0 || transpose > 2)
+    refuse(kQuantize, "transpose", "0 (no), 1 (also) or 2 (only)", std::to_string(transpose));
+  const Casts c = cast_fp8(x, given,
+                           {.scaling = static_cast<Fp8Scaling>(scaling),
+                            .transpose = static_cast<Fp8Transpose>(transpose),
+                            .dtype = dtype,
+                            .power_of_two = power_of_two,
+                            .counts = true,
+                            .column_sums = column_sums});
+  const auto or_nothing = [&](const std::optional<Tensor>& t, int32_t code) {
+    return t ? *t : nothing(kQuantize, code, x);
+  };
+  return {or_nothing(c.data, bytes),
+          or_nothing(c.scale, real),
+          or_nothing(c.transposed, bytes),
+          or_nothing(c.transposed_scale, real),
+          *c.counts,
+          or_nothing(c.sums, real)};
 }
 
 Tensor dequantize_fp8(Tensor data_any, Tensor scale_any, ScalarType dtype) {

@@ -120,7 +120,8 @@ template <class T, class F> class Caster {
  public:
   Caster(const QuantizeParams& p, const Parallel& parallel)
       : p_(p), m_(matrix_of<T>(p.x, p.rows, p.columns, p.x_stride)), parallel_(parallel) {
-    p.counts[0] = p.counts[1] = 0;
+    if (p.counts) p.counts[0] = p.counts[1] = 0;
+    if (p.amax) *p.amax = as_float(amax(m_, parallel));
     if (p.scaling == Fp8Scaling::tensor && !p.given) *p.scale = scale_of(amax(m_, parallel));
     if (p.scaling == Fp8Scaling::block2d) squares();
     if (p.data) rows();
@@ -133,6 +134,7 @@ template <class T, class F> class Caster {
 
   // Each element is counted in one direction alone.
   void add(const Counts& counts) const {
+    if (!p_.counts) return;
     std::atomic_ref(p_.counts[0]) += counts.saturated;
     std::atomic_ref(p_.counts[1]) += counts.not_finite;
   }

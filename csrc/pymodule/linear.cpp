@@ -17,7 +17,7 @@ constexpr const char* kScalings[] = {"row", "tensor", "block"};
 constexpr const char* kProductsOfLayer[] = {"forward", "input_gradient", "weight_gradient", "main_grad"};
 
 // The problem of one of a layer's products.
-ProductProblem product_of(const LinearProblem& p, int which) {
+ProductProblem product_of(const LinearProblem& p, int which, bool gated) {
   using Layout = ProductLayout;
   using Epilogue = ProductEpilogue;
   if (which == 1) return {p.rows, p.in_features, p.out_features, Layout::nn};
@@ -25,6 +25,7 @@ ProductProblem product_of(const LinearProblem& p, int which) {
     return {p.out_features, p.in_features, p.rows, Layout::tn, which == 2 ? Epilogue::store : Epilogue::wide};
   const Layout layout = p.derivative ? Layout::nn : Layout::nt;
   const Epilogue epilogue = p.derivative                             ? Epilogue::derivative
+                            : gated                                  ? Epilogue::gated
                             : p.activation != LinearActivation::none ? Epilogue::activate
                             : p.residual                             ? Epilogue::residual
                                                                      : Epilogue::store;
@@ -46,8 +47,12 @@ py::dict plan(const char* op, const py::kwargs& given) {
   p.library = problem.flag("library", true);
   p.code_capability = static_cast<int>(problem.integer("code_capability", 80, 90));
   const int which = problem.one_of("product", kProductsOfLayer);
-  ProductProblem own = product_of(p, which);
-  own.asked = problem.flag("own_product", false);
+  const bool gated = std::string_view(op) == "gated_linear" && !p.derivative;
+  ProductProblem own = product_of(p, which, gated);
+  own.asked = static_cast<OwnProduct>(problem.one_of("own_product", kOwnProduct));
+  const bool kept = problem.flag("kept", false);
+  own.rival = own.epilogue == ProductEpilogue::activate && !kept && p.bfloat16 && p.library &&
+              p.activation == LinearActivation::gelu_tanh;
   own.half = problem.dtype_bytes("dtype", "bfloat16") == 2;
   own.aligned = p.aligned;
   own.sm90a_code = p.code_capability == 90;
@@ -57,7 +62,7 @@ py::dict plan(const char* op, const py::kwargs& given) {
   const ProductPlan product = choose_product(own);
   if (product.kernel) {
     const ProductTile& t = product.kernel->tile;
-    constexpr const char* kEpilogues[] = {"store", "activate", "residual", "derivative", "float32"};
+    constexpr const char* kEpilogues[] = {"store", "activate", "residual", "derivative", "gated", "float32"};
     py::dict d;
     d["path"] = "own";
     d["why"] = product.why;
@@ -67,11 +72,13 @@ py::dict plan(const char* op, const py::kwargs& given) {
     d["epilogue"] = kEpilogues[static_cast<int>(product.kernel->epilogue)];
     return d;
   }
-  const LinearPlan found = which == 0 ? choose_linear(p) : LinearPlan{false, product.why};
+  const LinearPlan found = which > 0 ? LinearPlan{false, product.why}
+                           : gated   ? LinearPlan{false, "torch's products, then our kernel: no library gates"}
+                                     : choose_linear(p);
   py::dict d;
   d["path"] = found.epilogue ? "cublas_lt" : "torch";
   d["why"] = found.why;
-  if (own.asked) d["own"] = product.why;
+  if (own.asked != OwnProduct::never) d["own"] = product.why;
   return d;
 }
 

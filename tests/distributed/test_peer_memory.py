@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -144,6 +145,40 @@ def sharded_on_ranks_that_share_files(rank, world_size, folder):
 def test_a_sharded_optimizer_has_its_bits_over_shared_memory(tmp_path):
     memories = run_ranks(sharded_on_ranks_that_share_files, 3, str(tmp_path), timeout_s=200)
     assert memories == [["ShardedOptimizer", "parameters of ShardedOptimizer"]] * 3
+
+
+def main_grads_on_ranks_that_share_files(rank, world_size, folder):
+    """Of a bucket with two main_grads and biases between, over shared memory and without."""
+    memories = {}
+
+    def memory(group, device, user):
+        place = Path(folder) / user
+        place.mkdir(exist_ok=True)
+        return memories.setdefault(user, Files(place, rank, world_size))
+
+    found = []
+    for peers in (memory, peer_memory):
+        torch.manual_seed(0)
+        layer = partial(warpsmith.nn.Linear, 48, 48, dtype=torch.bfloat16, fuse_main_grad=True)
+        ddp = DistributedDataParallel(torch.nn.Sequential(layer(), layer()))
+        ddp.register_comm_hook(None, accurate_hook)
+        for module in ddp.module:
+            module.weight.main_grad = torch.zeros(48, 48)
+        x = torch.randn(7, 48, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        with patch("warpsmith.distributed.gradients.hook.peer_memory", peers):
+            for _ in range(3):
+                ddp(x).square().sum().backward()
+        found.append([t for module in ddp.module for t in (module.weight.main_grad, module.bias.grad)])
+    assert all(t.any() for t in found[0])
+    assert all(map(torch.equal, *found))
+    return sorted(memories)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_main_grads_have_their_bits_over_shared_memory(world_size, tmp_path):
+    memories = run_ranks(main_grads_on_ranks_that_share_files, world_size, str(tmp_path), timeout_s=200)
+    way = "accurate_hook, whole buckets" if world_size == 2 else "accurate_hook"
+    assert memories == [[way]] * world_size
 
 
 def machine(rank, gpus=("a", "b"), host="h", visible=None, peers=True):

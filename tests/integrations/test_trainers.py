@@ -301,6 +301,51 @@ def test_accelerate_in_float16_with_our_scaler():
     assert accelerator.scaler.get_scale() < 2.0**40 and losses[-1] < losses[0]
 
 
+def sharded_by_accelerate(rank, world_size, folder):
+    """Losses of four steps under FSDP2: by torch's AdamW, patched by ours, and by ours again from the first's state."""
+    device = torch.cuda.current_device()  # ranks may share one
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(device), "WORLD_SIZE": str(world_size)}
+    batch, found = BATCH.cuda(), []
+    for is_ours in (False, True):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        plugin = accelerate.FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        accelerator = accelerate.Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+        model = llama()
+        if is_ours:
+            patch(model)
+        make = warpsmith.optim.AdamW if is_ours else torch.optim.AdamW
+        model, optimizer = accelerator.prepare(model, make(model.parameters(), lr=1e-2))
+
+        def step(accelerator=accelerator, model=model, optimizer=optimizer):
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        first = [step()]
+        accelerator.save_state(folder)
+        found.append(first + [step() for _ in range(3)])
+    accelerator.load_state(folder)
+    assert all(type(p).__name__ == "DTensor" for p in model.parameters())
+    return [*found, first + [step() for _ in range(3)]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_accelerate_shards_a_patched_model_by_fsdp2(tmp_path):
+    ranks = run_ranks(sharded_by_accelerate, 2, str(tmp_path / "state"), backend="nccl", timeout_s=200)
+    for by_torch, by_ours, resumed in ranks:
+        assert by_ours == pytest.approx(by_torch, rel=0.01)
+        assert resumed == by_ours and by_ours[-1] < by_ours[0]
+
+
 @pytest.mark.parametrize("first", ["peft", "patch"])
 def test_adapters_train_beside_our_ops(first):
     """The gradients of all adapters are those of PEFT without our ops; frozen weights have none. So are merged ones."""

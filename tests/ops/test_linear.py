@@ -274,6 +274,7 @@ GATED_SPEC = OpSpec(
     opcheck={
         OPS.gated_linear.default: raw_gated,
         OPS.gated_linear_forward.default: raw_gated,
+        OPS.gated_linear_inference.default: raw_gated,
         OPS.gated_linear_backward.default: raw_gated_backward,
         OPS.gated_linear_backward_main_grads.default: raw_gated_main_grads,
     },
@@ -314,6 +315,17 @@ OWN_MLP_CASES = [
     *(Case((m, 48), BF16, options={"hidden": 64, "out": 48}) for m in (1, 17, 129, 300)),
     Case((24, 40), BF16, dtypes={"b1": FP32, "b2": FP32}, options={"hidden": 48, "out": 24}),
 ]  # fmt: skip
+OWN_GATED_CASES = [
+    *(Case((6, 24), dtype, options={"activation": a, "out": 40}) for dtype in HALVES for a in ACTIVATIONS),
+    *(Case((m, 48), BF16, options={"out": 64, "bias": True}) for m in (1, 15, 17, 127, 129)),
+    *(Case((40, k), BF16, options={"out": 16}) for k in (16, 32, 112, 144)),
+    Case((3, 5, 24), FP16, dtypes={"gate_bias": FP32}, options={"bias": True, "out": 40}),
+    Case((300, 136), BF16, options={"out": 264, "activation": "gelu_tanh"}),
+    *(Case((40, 24), BF16, options={"out": 40}, layouts={weight: "transposed"})
+      for weight in ("gate_weight", "up_weight")),  # to the library
+    Case((7, 13), BF16, options={"bias": True}),
+    *WHOLE,
+]  # fmt: skip
 
 
 ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
@@ -327,10 +339,12 @@ class OwnProducts:
         monkeypatch.setattr("warpsmith.ops._linear._OF_TORCH", frozenset())
         OPS._own_product("1")
         yield
-        OPS._own_product(os.environ.get("WARPSMITH_OWN_PRODUCT", "0"))
+        OPS._own_product(os.environ.get("WARPSMITH_OWN_PRODUCT", "auto"))
 
 
-class TestLinearByOwnProducts(OwnProducts, op_tests(replace(LINEAR_SPEC, cases=OWN_CASES, devices=("cuda",)))):
+class TestLinearByOwnProducts(
+    OwnProducts, op_tests(replace(LINEAR_SPEC, cases=OWN_CASES, devices=("cuda",), bad_inputs=()))
+):
     @pytest.mark.parametrize("device", ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)])
     def test_tiles_and_rows_do_not_change_bits(self, device):
         """The order of a sum depends on its length alone."""
@@ -380,8 +394,33 @@ class TestLinearByOwnProducts(OwnProducts, op_tests(replace(LINEAR_SPEC, cases=O
 TestMlp = op_tests(MLP_SPEC)
 
 
-class TestMlpByOwnProducts(OwnProducts, op_tests(replace(MLP_SPEC, cases=OWN_MLP_CASES, devices=("cuda",)))):
+class TestMlpByOwnProducts(
+    OwnProducts, op_tests(replace(MLP_SPEC, cases=OWN_MLP_CASES, devices=("cuda",), bad_inputs=()))
+):
     pass
 
 
 TestGatedLinear = op_tests(GATED_SPEC)
+
+
+class TestGatedLinearByOwnProducts(
+    OwnProducts, op_tests(replace(GATED_SPEC, cases=OWN_GATED_CASES, devices=("cuda",)))
+):
+    @pytest.mark.parametrize("device", ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)])
+    @pytest.mark.parametrize("biases", [(), ("gate",), ("up",), ("gate", "up")])
+    def test_one_product_has_the_bits_of_two_and_a_kernel(self, biases, device):
+        g = torch.Generator().manual_seed(1)
+        x, gate_weight, up_weight, *both = (
+            torch.randn(s, generator=g).to(torch_device(device.strip("-")), BF16)
+            for s in ((300, 208), (264, 208), (264, 208), (264,), (264,))
+        )
+        given = [b if name in biases else None for name, b in zip(("gate", "up"), both, strict=True)]
+        before = OPS._own_product("1")
+        y, gate, up = OPS.gated_linear_forward(x, gate_weight, up_weight, *given, None, None, NUMBERS["gelu"])
+        alone = OPS.gated_linear_inference(x, gate_weight, up_weight, *given, None, None, NUMBERS["gelu"])
+        assert OPS._own_product("1") == before + 2
+        assert bitwise_equal(gate, warpsmith.linear(x, gate_weight, given[0]))
+        assert bitwise_equal(up, warpsmith.linear(x, up_weight, given[1]))
+        assert bitwise_equal(y, warpsmith.geglu(gate, up)) and bitwise_equal(alone, y)
+        some = OPS.gated_linear_inference(x[100:117], gate_weight, up_weight, *given, None, None, NUMBERS["gelu"])
+        assert bitwise_equal(some, y[100:117])

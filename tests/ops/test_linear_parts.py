@@ -263,6 +263,7 @@ def test_relu_keeps_its_result_alone():
 )
 def test_the_plan_says_who_multiplies(change, path):
     problem = {"rows": 8192, "in_features": 2048, "out_features": 8192, "activation": "gelu_tanh"}
+    problem["own_product"] = "never"
     found = warpsmith.plan("linear", **{**problem, **change})
     assert found["path"] == path and found["why"]
 
@@ -273,22 +274,48 @@ def test_the_plan_says_who_multiplies(change, path):
         ({}, ("own", "128x256", "2x1", "store")),
         ({"residual": True}, ("own", "128x256", "2x1", "residual")),
         ({"derivative": True}, ("own", "128x256", "2x1", "derivative")),
+        ({"op": "gated_linear", "activation": "silu"}, ("own", "128x256", "2x1", "gated")),
+        ({"op": "gated_linear", "activation": "gelu_tanh", "own_product": "never"}, ("torch", None, None, None)),
         ({"product": "input_gradient"}, ("own", "128x256", "2x1", "store")),
         ({"product": "main_grad"}, ("own", "256x192", "2x1", "float32")),  # 66 units for 66 clusters
         ({"product": "main_grad", "out_features": 2048}, ("own", "128x256", "2x1", "float32")),
         ({"product": "weight_gradient", "out_features": 768}, ("own", "128x256, split", "2x1", "store")),
-        ({"own_product": False}, ("torch", None, None, None)),
+        ({"own_product": "never"}, ("torch", None, None, None)),
         ({"dtype": "float32"}, ("torch", None, None, None)),
         ({"aligned": False}, ("torch", None, None, None)),
         ({"code_capability": 80}, ("torch", None, None, None)),
     ],
 )
 def test_the_plan_says_which_product_is_ours(change, found):
-    problem = {"rows": 8192, "in_features": 2048, "out_features": 3072, "own_product": True}
-    plan = warpsmith.plan("linear", **{**problem, **change})
+    problem = {"rows": 8192, "in_features": 2048, "out_features": 3072, "own_product": "always"}
+    plan = warpsmith.plan(**{"op": "linear", **problem, **change})
     assert (plan["path"], *(plan.get(key) for key in ("tile", "cluster", "epilogue"))) == found
     assert plan["why"] and (plan["path"] == "own" or "own_product" in change or "ours needs" in plan["own"]
                             or "operands of 16 bits" in plan["own"])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "is_ours"),
+    [
+        ({}, True),
+        ({"residual": True}, True),
+        ({"activation": "silu"}, True),
+        ({"activation": "gelu_tanh", "kept": True}, True),
+        ({"activation": "gelu_tanh"}, False),  # cuBLASLt's epilogue
+        ({"activation": "gelu_tanh", "library": False}, True),
+        ({"activation": "gelu_tanh", "dtype": "float16"}, True),
+        ({"product": "input_gradient"}, True),
+        ({"product": "input_gradient", "out_features": 16384}, False),
+        ({"product": "weight_gradient"}, False),
+        ({"product": "main_grad"}, False),
+        ({"rows": 1024}, False),
+        ({"multiprocessors": 60}, False),
+        ({"code_capability": 80}, False),
+    ],
+)
+def test_our_product_runs_where_it_was_measured_to_pay(change, is_ours):
+    sizes = {"rows": 8192, "in_features": 2048, "out_features": 3072}
+    assert (warpsmith.plan("linear", **{**sizes, **change})["path"] == "own") == is_ours
 
 
 @pytest.mark.gpu
@@ -315,7 +342,7 @@ def test_our_products_of_layers_are_as_right_as_cublas(shape):
         ours = results()
         again = results()
     finally:
-        launched = raw._own_product(os.environ.get("WARPSMITH_OWN_PRODUCT", "0")) - before
+        launched = raw._own_product(os.environ.get("WARPSMITH_OWN_PRODUCT", "auto")) - before
     assert launched == 2 * len(ours)
     assert all(bitwise_equal(a, b) for a, b in zip(ours, again, strict=True))
     for of_ours, exact, bound, times in zip(ours, right, library, (1.05, 1.05, 1.05, 2), strict=True):
@@ -350,3 +377,26 @@ def test_the_epilogue_and_its_fallback_are_as_right_as_torch(rows):
     for found in (gradients(ours, BF16, x), gradients(ours, BF16, apart)):
         for error, bound in zip(errors(found), bounds, strict=True):
             assert error <= 2 * bound  # the error law
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("name", ["linear", "mlp", "gated_linear"])
+def test_composed_gradients_read_relus_sign_in_the_forward(name, dtype):
+    """A pre-activation that is made again may round to the other side of 0."""
+    g = torch.Generator().manual_seed(0)
+    shapes = [(24, 40), (48, 40), (48, 40), (48,), (48,)] if name == "gated_linear" else [(24, 40), (48, 40), (48,)]
+    shapes += [(24, 48), (24,)] if name == "mlp" else []
+    tensors = [torch.randn(8, *s, generator=g).to(dtype) for s in shapes]
+
+    def total(*t):
+        return getattr(warpsmith, name)(*t, activation="relu").float().sum()
+
+    wanted = tuple(range(len(shapes)))
+    together = torch.func.vmap(torch.func.grad(total, argnums=wanted))(*tensors)
+    for sample in range(8):
+        leaves = [t[sample].clone().requires_grad_() for t in tensors]
+        plain = torch.autograd.grad(total(*leaves), leaves)
+        twice = torch.autograd.grad(total(*leaves), leaves, create_graph=True)
+        for a, b, c in zip(plain, twice, together, strict=True):
+            scale = a.abs().max()
+            assert (a - b).abs().max() <= 0.01 * scale and (a - c[sample]).abs().max() <= 0.01 * scale

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import warpsmith
 from warpsmith import reference
 from warpsmith.amp import Fp8Recipe
+from warpsmith.ops.linear import Fp8State
+from warpsmith.reference.quantize import finite_amax
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+from warpsmith.testing.sim import is_loaded, torch_device
 
 from tests.ops.public_calls import but
 
@@ -47,7 +51,7 @@ def whole_sizes(draw, st, case):
 
 
 def raw_arguments(g):
-    return g["x"], g["weight"], g["bias"], *(None,) * 6, 0, 0, False, False, True, True, True
+    return g["x"], g["weight"], g["bias"], *(None,) * 8, 0, 0, False, False, True, True, True
 
 
 CASES = [
@@ -106,3 +110,25 @@ SPEC = OpSpec(
     ],
 )
 TestScaledLinear = op_tests(SPEC)
+
+
+ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+
+
+@pytest.mark.parametrize("device", ["sim-"] if is_loaded() else ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("shape", [(1, 16, 16), (33, 272, 48), (300, 16, 272), (70, 4112, 16)])
+def test_delayed_scales_watch_the_largest_finite_magnitudes(device, dtype, shape):
+    rows, width, out = shape
+    device = torch_device(device.strip("-"))
+    g = torch.Generator().manual_seed(rows)
+    x, w, dy = (torch.randn(*s, generator=g).to(device, dtype) for s in ((rows, width), (out, width), (rows, out)))
+    x[-1, -1], dy[0, 0] = -17.5, -float("inf")
+    state = Fp8State(torch.device(device))
+    state.x_scale, state.dy_scale = (torch.tensor(s, device=device) for s in (0.25, 0.5))
+    recipe = Fp8Recipe("tensor", amax="delayed")
+    for factor in (1, 2, 0.5):  # the largest of all calls since a step
+        y = warpsmith.scaled_linear(x * factor, w.requires_grad_(), recipe=recipe, state=state, emulate=True)
+        y.backward(dy * factor)
+    assert state.x_amax == 2 * finite_amax(x, (0, 1)).item() == 35
+    assert state.dy_amax == 2 * finite_amax(dy, (0, 1)).item()

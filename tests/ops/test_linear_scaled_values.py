@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpsmith import reference
 from warpsmith.amp import Fp8Recipe
 from warpsmith.ops import _scaled_linear
+from warpsmith.testing import bitwise_equal
 
 E4M3 = torch.float8_e4m3fn
+raw = torch.ops.warpsmith
 
 
 def decibels(signal, value):
@@ -368,3 +370,87 @@ def test_products_of_a_card_are_the_emulated(size, options, dtype):
         assert f.dtype == e.dtype and decibels(e, f) > 50, (name, decibels(e, f))
     again = of_all(lambda *t: warpsmith.scaled_linear(*t, recipe=recipe), *given)
     assert all(map(torch.equal, found, again))
+
+
+class Shares(TorchDispatchMode):
+    """Of each 8-bit product of a forward and of a backward, whether it was given the bytes of x."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward, self.backward = [], []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is raw.scaled_linear_forward.default:
+            self.forward.append(args[9] is not None)
+        if op is raw.scaled_linear_backward.default:
+            self.backward.append(args[8] is not None)
+        return op(*args, **(kwargs or {}))
+
+
+def siblings(scaling, count=3):
+    g = torch.Generator().manual_seed(3)
+    weights = [torch.randn(32, 48, generator=g).requires_grad_() for _ in range(count)]
+    states = [_scaled_linear.Fp8State(torch.device("cpu")) for _ in weights]
+
+    def call(i, x):
+        return warpsmith.scaled_linear(x, weights[i], recipe=scaling, state=states[i])
+
+    return weights, states, call
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
+def test_layers_of_one_x_share_its_cast(scaling):
+    x = torch.randn(40, 48, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    x.data[3, 5] = math.inf
+    weights, states, call = siblings(scaling)
+    with Shares() as shares:
+        torch.cat([call(i, x) for i in range(3)], 1).square().sum().backward()
+    assert shares.forward == [False, True, True] and shares.backward == [False, True, True]
+    assert [s.x_counts.tolist() for s in states] == [[0, 1]] * 3
+    shared = [t.grad.clone() for t in (x, *weights)]
+    for t in (x, *weights):
+        t.grad = None
+    _scaled_linear.of_rows.clear()
+    ys = []
+    for i in range(3):
+        ys.append(call(i, x))
+        _scaled_linear.of_rows.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_scaled_linear.of_columns, "keep", lambda *_: None)
+        torch.cat(ys, 1).square().sum().backward()
+    assert all(bitwise_equal(t.grad, s) for t, s in zip((x, *weights), shared, strict=True))
+
+
+def test_a_cast_of_x_is_shared_with_that_very_x_alone():
+    weights, _, call = siblings("row", 2)
+
+    def alone(i, x):
+        return warpsmith.scaled_linear(x.clone(), weights[i].detach().clone())
+
+    for change in (
+        lambda x: x.mul_(2),  # in place
+        lambda x: x[:20],  # a part of it
+        lambda x: x.t().reshape(40, 48),  # other values at another place
+        lambda x: x.as_strided((40, 48), (48, 1)),  # the same again: may be shared
+    ):
+        x = torch.randn(40, 48)
+        call(0, x)
+        x = change(x)
+        assert bitwise_equal(call(1, x), alone(1, x))
+    for _ in range(20):  # another tensor where the one before lay
+        call(0, torch.randn(40, 48))
+        other = torch.randn(40, 48)
+        assert bitwise_equal(call(1, other), alone(1, other))
+    call(0, other)
+    warpsmith.optim.SGD(weights, lr=0.1).step()
+    assert _scaled_linear.of_rows.entry[0] is None
+
+
+def test_other_recipes_and_given_scales_share_nothing():
+    weights, states, _ = siblings("tensor", 2)
+    x = torch.randn(40, 48, requires_grad=True)
+    states[1].x_scale = torch.tensor(0.5)
+    with Shares() as shares:
+        for recipe, state in (("tensor", states[0]), ("row", states[0]), ("row", None), ("tensor", states[1])):
+            warpsmith.scaled_linear(x, weights[0], recipe=recipe, state=state)
+    assert shares.forward == [False, False, True, False]

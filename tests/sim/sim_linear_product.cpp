@@ -20,8 +20,8 @@ template <class T> struct Problem {
   ProductKernel kernel;
   bool a_turned, b_turned;
   ProductParams p;
-  Buffer<T> a, b, bias, z, out;
-  Buffer<float> wide, partials;
+  Buffer<T> a, b, bias, z, out, up, up_bias, up_z;
+  Buffer<float> wide, partials, column_sums;
 
   static int64_t stride(int64_t width, int64_t gap) { return (width + 7) / 8 * 8 + gap; }
   static size_t elements(int64_t rows, int64_t width) { return static_cast<size_t>(rows * width); }
@@ -29,16 +29,23 @@ template <class T> struct Problem {
       : kernel(which),
         a_turned(which.layout == ProductLayout::tn),
         b_turned(which.layout != ProductLayout::nt),
-        p{.a_stride = stride(a_turned ? m : k, gap), .b_stride = stride(b_turned ? n : k, gap), .z_stride = n},
+        p{.a_stride = stride(a_turned ? m : k, gap),
+          .b_stride = stride(b_turned ? n : k, gap),
+          .up_stride = stride(k, 8 - gap),
+          .z_stride = n},
         a(elements(a_turned ? k : m, p.a_stride)),
         b(elements(b_turned ? k : n, p.b_stride)),
         bias(elements(1, n)),
         z(elements(m, n)),
         out(elements(m, n)),
+        up(elements(n, p.up_stride)),
+        up_bias(elements(1, n)),
+        up_z(elements(m, n)),
         wide(elements(m, n)),
-        partials(elements((m + 15) / 16, n)) {
+        partials(elements((m + 15) / 16, n)),
+        column_sums(elements(1, n)) {
     Random random(7);
-    for (Buffer<T>* x : {&a, &b, &bias, &z})
+    for (Buffer<T>* x : {&a, &b, &bias, &z, &up, &up_bias})
       for (size_t i = 0; i < x->size(); ++i) (*x)[i] = from_float<T>(static_cast<float>(random.bits() % 3) - 1.0f);
     const Epilogue e = p.epilogue = kernel.epilogue;
     p.a = a.data(), p.b = b.data(), p.out = e == Epilogue::wide ? static_cast<void*>(wide.data()) : out.data();
@@ -46,9 +53,15 @@ template <class T> struct Problem {
     p.activation = LinearActivation::relu;
     p.dtype = std::is_same_v<T, bfloat16> ? Dtype::bfloat16 : Dtype::float16;
     if (with_bias && kernel.takes_bias()) p.bias = bias.data();
-    if (kernel.reads() || (e == Epilogue::activate && other)) p.z = z.data();
-    if (e == Epilogue::derivative && other) p.partials = partials.data();
+    if (kernel.reads() || (kernel.computes() && other)) p.z = z.data();
+    if (kernel.gated()) {
+      p.up = up.data();
+      if (with_bias == (gap == 0)) p.up_bias = up_bias.data();  // each bias with and without the other
+      if (other) p.up_z = up_z.data();
+    }
+    if (e == Epilogue::derivative && other) p.partials = partials.data(), p.column_sums = column_sums.data();
   }
+  static double rounded(double x) { return static_cast<double>(to_float(from_float<T>(static_cast<float>(x)))); }
   double at(const Buffer<T>& x, int64_t i) const { return static_cast<double>(to_float(x[static_cast<size_t>(i)])); }
   double sum(int64_t i, int64_t j) const {
     double s = p.bias ? at(bias, j) : 0;
@@ -57,23 +70,35 @@ template <class T> struct Problem {
            at(b, b_turned ? l * p.b_stride + j : j * p.b_stride + l);
     return s;
   }
+  double up_sum(int64_t i, int64_t j) const {
+    double s = p.up_bias ? at(up_bias, j) : 0;
+    for (int64_t l = 0; l < p.inner; ++l) s += at(a, i * p.a_stride + l) * at(up, j * p.up_stride + l);
+    return s;
+  }
   void run_and_compare() {
     const Epilogue e = kernel.epilogue;
-    std::vector<double> expected(out.size()), kept(out.size()), sums(partials.size());
+    std::vector<double> expected(out.size()), kept(out.size()), up_kept(out.size()), sums(partials.size()),
+        totals(column_sums.size());
     for (int64_t i = 0; i < p.rows; ++i)
       for (int64_t j = 0; j < p.columns; ++j) {
         const auto here = static_cast<size_t>(i * p.columns + j);
         const double s = kept[here] = sum(i, j), x = at(z, i * p.columns + j);
+        const double u = up_kept[here] = kernel.gated() ? up_sum(i, j) : 0;
         const double y = e == Epilogue::activate     ? std::max(s, 0.0)
+                         : e == Epilogue::gated      ? rounded(std::max(s, 0.0) * u)
                          : e == Epilogue::residual   ? s + x
                          : e == Epilogue::derivative ? (x > 0 ? s : 0)
                          : e == Epilogue::wide       ? s + (p.add ? static_cast<double>(here % 5) : 0)
                                                      : s;
         sums[static_cast<size_t>(i / 16 * p.columns + j)] += expected[here] = y;
+        totals[static_cast<size_t>(j)] += y;
       }
     under_every_seed([&] {
       out.poison();
       partials.poison();
+      column_sums.poison();
+      up_z.poison();
+      if (!kernel.reads()) z.poison();
       for (size_t i = 0; i < wide.size(); ++i) wide[i] = static_cast<float>(i % 5);
       ProductPlan plan{&kernel};
       expect_ok(product_workspace_cuda(p, &plan));
@@ -82,8 +107,9 @@ template <class T> struct Problem {
       p.sums = shares.data(), p.flags = flags.data();
       expect_ok(product_cuda(p, plan, nullptr));
       e == Epilogue::wide ? expect_close("wide", wide, expected, {}) : expect_close("out", out, expected, {});
-      if (e == Epilogue::activate && p.z) expect_close("z", z, kept, {});
-      if (p.partials) expect_close("partials", partials, sums, {});
+      if (!kernel.reads() && p.z) expect_close("z", z, kept, {});
+      if (p.up_z) expect_close("up_z", up_z, up_kept, {});
+      if (p.partials) expect_close("partials", partials, sums, {}), expect_close("sums", column_sums, totals, {});
     });
   }
 };
@@ -106,6 +132,14 @@ TEST(every_product_of_several_tiles) {
         compare(kernel, false, m, n, kernel.splits ? 300 : 72, 8, false, false);
       });
     }
+}
+
+// More stages than an epilogue has steps: z of the next tile is fetched before the sum ends.
+TEST(every_epilogue_of_a_long_sum) {
+  NEEDS_SM90_CODE;
+  const SeedsAtMost few(3);
+  for (const ProductKernel& kernel : kProducts)
+    if (kernel.computes()) on_machine(2, 90, [&] { compare(kernel, true, 600, 200, 1480, 0, true, true); });
 }
 
 // Whole units, fronts, and a pool of what they leave: every stage of every sum once, and others in the order of k.

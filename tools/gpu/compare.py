@@ -44,9 +44,11 @@ def child(ops: list[str], device: str, rounds: int) -> int:
     op_timing.timer_of = timer_of  # before the benchmarks take its name
     from benchmarks.cells import Options, runners
 
-    def runner_of(op):  # the other benchmarks ask for what an old build may lack
-        own = importlib.util.find_spec(f"benchmarks.bench_{op}")
-        return importlib.import_module(own.name).OPS[op] if own else runners()[op]
+    def runner_of(op):  # of its family's file: the other benchmarks ask for what an old build may lack
+        family = op
+        while family and not importlib.util.find_spec(f"benchmarks.bench_{family}"):
+            family = family.rpartition("_")[0]
+        return importlib.import_module(f"benchmarks.bench_{family}").OPS[op] if family else runners()[op]
 
     options = Options(rounds=rounds, compile=False)
     rows = [row for op in ops for row in runner_of(op)(device, options)]

@@ -158,6 +158,27 @@ inline void project(const char* op, const Layer& layer, const Tensor& x, const T
     multiply(out, x, weight);
 }
 
+// y = f(x @ gate^T + bias) (x @ up^T + bias) by our product, which writes both factors before f where they are wanted.
+// False where it does not run.
+inline bool project_gated(const char* op, const Layer& gate, const Layer& up, LinearActivation activation,
+                          const Tensor& x, const Tensor& y, const std::optional<Tensor>& kept_gate,
+                          const std::optional<Tensor>& kept_up) {
+  if (y.numel() == 0 || !may_be_own(y)) return false;
+  const Tensor up_weight = as_matrix(op, up.weight);
+  if (up_weight.stride(1) != 1) return false;
+  const std::optional<Tensor> bias = bias_like(op, gate, y), up_bias = bias_like(op, up, y);
+  return own_product(op, y, x, transposed(as_matrix(op, gate.weight)),
+                     {.up = up_weight.const_data_ptr(),
+                      .up_stride = up_weight.stride(0),
+                      .bias = const_at(bias),
+                      .up_bias = const_at(up_bias),
+                      .z = at(kept_gate),
+                      .up_z = at(kept_up),
+                      .z_stride = y.size(1),
+                      .epilogue = ProductEpilogue::gated,
+                      .activation = activation});
+}
+
 // y = f(z); y may be z.
 inline void activate(const char* op, LinearActivation activation, const Tensor& z, const Tensor& y, Dtype dtype) {
   if (y.numel() == 0) return;
@@ -292,20 +313,23 @@ inline void input_gradient(const char* op, const Tensor& dz, const Layer& layer,
 }
 
 // dz = (dy @ weight) f'(z), and the bias's gradient of the layer that made z, if it is wanted: by our product, which
-// sums 16 rows each on the way. False where it does not run.
+// sums columns on the way. False where it does not run.
 inline bool input_gradient_with_derivative(const char* op, const Tensor& dy, const Tensor& weight, const Tensor& z,
                                            LinearActivation activation, const Tensor& dz, Tensor* dbias,
                                            const Layer& layer) {
   if (dz.numel() == 0 || !may_be_own(dz)) return false;
-  const int64_t sizes[2] = {dbias ? (dz.size(0) + 15) / 16 : 0, dz.size(1)};
-  const Tensor partials = allocate(op, "partial sums of the bias's gradient", sizes, 2, aoti_torch_dtype_float32(), dz);
-  const ProductParams epilogue{.z = const_cast<void*>(z.const_data_ptr()),
-                               .z_stride = z.stride(0),
-                               .partials = dbias ? static_cast<float*>(partials.mutable_data_ptr()) : nullptr,
-                               .epilogue = ProductEpilogue::derivative,
-                               .activation = activation};
+  ProductParams epilogue{.z = const_cast<void*>(z.const_data_ptr()),
+                         .z_stride = z.stride(0),
+                         .epilogue = ProductEpilogue::derivative,
+                         .activation = activation};
+  std::optional<Tensor> sums;
+  if (dbias) {
+    sums = allocate_vector(op, "gradient of bias", layer.out, dtype_code(*layer.bias), dz);
+    epilogue.column_sums = sums->mutable_data_ptr();
+    epilogue.column_sums_dtype = layer.bias_dtype;
+  }
   if (!own_product(op, dz, dy, weight, epilogue)) return false;
-  if (dbias) *dbias = bias_gradient(op, partials, layer, Dtype::float32);
+  if (dbias) *dbias = *sums;
   return true;
 }
 

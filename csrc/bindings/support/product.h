@@ -10,18 +10,17 @@ namespace warpsmith {
 // Whether own_product() is worth what it needs.
 inline bool may_be_own([[maybe_unused]] const Tensor& out) {
 #if defined(WARPSMITH_SIM)
-  return own_product_is_asked_for();
+  return own_product_may_run();
 #elif defined(WARPSMITH_CUDA)
-  return out.is_cuda() && own_product_is_asked_for();
+  return out.is_cuda() && own_product_may_run();
 #else
   return false;
 #endif
 }
 
 // out = epilogue(a @ b) by our Hopper kernels; `p` holds what the epilogue needs. Returns false, and has written
-// nothing, where the library must multiply: on the CPU, where our product has not been asked for
-// (WARPSMITH_OWN_PRODUCT), and where choose_product refuses. out is contiguous; float32 for 16-bit operands means
-// `wide`.
+// nothing, where the library must multiply: on the CPU, and where choose_product refuses. out is contiguous; float32
+// for 16-bit operands means `wide`.
 inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const Tensor& out,
                         [[maybe_unused]] const Tensor& a, [[maybe_unused]] const Tensor& b,
                         [[maybe_unused]] ProductParams p = {}) {
@@ -31,7 +30,7 @@ inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const 
   const auto stride = [&](const Tensor& m) { return m.stride(by_rows(m) ? 0 : 1); };
   if (!by_rows(a) && !by_rows(b)) return false;
   p.layout = !by_rows(a) ? ProductLayout::tn : by_rows(b) ? ProductLayout::nn : ProductLayout::nt;
-  if (p.bias && p.layout != ProductLayout::nt) return false;
+  if ((p.bias || p.up_bias) && p.layout != ProductLayout::nt) return false;
   p.dtype = float_dtype(op, "a", a);
   if (float_dtype(op, "out", out) != p.dtype) p.epilogue = ProductEpilogue::wide;
   p.a = a.const_data_ptr();
@@ -45,7 +44,12 @@ inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const 
   ProductPlan plan;
   raise_if_failed(op, product_plan_cuda(p, &plan));
   if (!plan.kernel) return false;
-  std::optional<Tensor> sums, flags;
+  std::optional<Tensor> sums, flags, partials;
+  if (p.column_sums) {
+    const int64_t sizes[2] = {(p.rows + 15) / 16, p.columns};
+    partials = allocate(op, "partial sums of columns", sizes, 2, aoti_torch_dtype_float32(), out);
+    p.partials = static_cast<float*>(partials->mutable_data_ptr());
+  }
   if (plan.kernel->splits) {
     sums = allocate_vector(op, "partial sums", plan.sums, aoti_torch_dtype_float32(), out);
     flags = allocate_vector(op, "flags of partial sums", plan.flags, aoti_torch_dtype_int32(), out);

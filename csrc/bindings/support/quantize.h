@@ -15,6 +15,21 @@ using Quantized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Quantized quantize_fp8(Tensor x, std::optional<Tensor> scale, int64_t scaling, int64_t transpose, ScalarType dtype,
                        bool power_of_two, bool column_sums);
+
+// The same where only what is wanted is allocated and launched.
+struct CastOptions {
+  Fp8Scaling scaling;
+  Fp8Transpose transpose;
+  ScalarType dtype;
+  bool power_of_two;
+  bool counts = false, column_sums = false;
+  bool amax = false;  // beside a given scale
+};
+struct Casts {
+  std::optional<Tensor> data, scale, transposed, transposed_scale, counts, sums, amax;
+};
+Casts cast_fp8(const Tensor& x, const std::optional<Tensor>& scale, const CastOptions& options);
+
 Tensor dequantize_fp8(Tensor data, Tensor scale, ScalarType dtype);
 Tensor fp8_amax(Tensor x, bool by_row);
 

@@ -89,12 +89,16 @@ inline at::Tensor scaled_linear(const at::Tensor& x, const at::Tensor& weight,
                                 const std::optional<at::Tensor>& bias = std::nullopt,
                                 const ScaledLinearOptions& options = {}) {
   static const detail::Op op({.name = "scaled_linear",
-                              .constants = {{"transposed", c10::IValue()}, {"transposed_scale", c10::IValue()}},
+                              .constants = {{"transposed", c10::IValue()},
+                                            {"transposed_scale", c10::IValue()},
+                                            {"x_turned", c10::IValue()},
+                                            {"x_turned_scale", c10::IValue()}},
                               .python_has_second_derivatives = false});
   const c10::IValue none;
-  return detail::call(op, {x, weight, bias, none, none, none, none, none, none, static_cast<int64_t>(options.scaling),
-                           static_cast<int64_t>(options.accumulate), options.grad_e5m2, options.wgrad_high,
-                           options.power_of_two, options.emulate, /*watch=*/false})[0];
+  return detail::call(
+      op, {x, weight, bias, none, none, none, none, none, none, none, none, static_cast<int64_t>(options.scaling),
+           static_cast<int64_t>(options.accumulate), options.grad_e5m2, options.wgrad_high, options.power_of_two,
+           options.emulate, /*watch=*/false})[0];
 }
 
 }  // namespace warpsmith

@@ -6,6 +6,7 @@
 #include "kernels/activation/activation.h"
 #include "kernels/activation/activation_config.h"
 #include "kernels/activation/elementwise.cuh"
+#include "tiles/sum_partials.cuh"
 
 // The kernels of the biased activations. T: storage type of x; W: of the bias; F: the function; N: elements per access.
 // A thread keeps its columns, and so its bias, over all of its rows.
@@ -96,37 +97,6 @@ __global__ void __launch_bounds__(kBiasedBackwardThreads, kResident) biased_back
     device::store(static_cast<float*>(p.partials) + at.row_block * p.columns + column + k, scratch[at.thread * N + k]);
 }
 
-constexpr int kBiasSumColumns = 32, kMaxBiasSumSlices = 32;
-
-// dbias from the partial sums: each thread adds every row of its slice of a column, then pairs of slices are added.
-template <class W> __global__ void __launch_bounds__(kBiasSumColumns* kMaxBiasSumSlices)
-    sum_bias_partials(BiasedBwdParams p, int64_t partial_rows) {
-  WARPSMITH_SHARED(float, sums, kBiasSumColumns* kMaxBiasSumSlices);
-  device::wait_for_previous_kernel();
-  const int slice = threadIdx.x / kBiasSumColumns, slices = blockDim.x / kBiasSumColumns;
-  const int64_t column = int64_t{blockIdx.x} * kBiasSumColumns + threadIdx.x % kBiasSumColumns;
-  const float* partials = static_cast<const float*>(p.partials);
-  float sum = 0;
-  constexpr int kTogether = 9;  // loads in flight: all of 264 rows
-  for (int64_t first = slice; first < partial_rows && column < p.columns; first += kTogether * slices) {
-    float some[kTogether] = {};
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k)
-      if (first + k * slices < partial_rows)
-        some[k] = device::load(partials + (first + k * slices) * p.columns + column);
-#pragma unroll
-    for (const float one : some) sum += one;
-  }
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  for (int half = kMaxBiasSumSlices / 2; half > 0; half /= 2) {
-    if (slice < half && slice + half < slices) sums[threadIdx.x] += sums[threadIdx.x + half * kBiasSumColumns];
-    __syncthreads();
-  }
-  if (slice == 0 && column < p.columns)
-    device::store(static_cast<W*>(p.dbias) + column, device::from_float<W>(sums[threadIdx.x]));
-}
-
 inline Status problem_of(const BiasedFwdParams& p, BiasedProblem* out) {
   const bool aligned = rows_on_16_bytes(p.x, p.x_stride, p.rows, p.dtype) && on_16_bytes(p.y) && on_16_bytes(p.bias);
   *out = {p.rows, p.columns, size_bytes(p.dtype), aligned};
@@ -172,11 +142,7 @@ template <template <class> class F> Status launch_biased_backward(const BiasedBw
     WARPSMITH_RETURN_IF_FAILED(
         launch(c.vector_elems == 1 ? biased_backward<F, T, W, 1> : biased_backward<F, T, W, N>, grid_of(c), stream, p));
     if (!p.partials) return Status();
-    LaunchConfig sum;
-    sum.grid.x = static_cast<unsigned>(ceil_div(p.columns, kBiasSumColumns));
-    sum.block.x = kBiasSumColumns * static_cast<unsigned>(std::min<int64_t>(kMaxBiasSumSlices, c.row_blocks));
-    WARPSMITH_RETURN_IF_FAILED(allow_overlap(&sum));
-    return launch(sum_bias_partials<W>, sum, stream, p, c.row_blocks);
+    return tiles::launch_sum_partials<W>(p.partials, p.dbias, c.row_blocks, p.columns, stream);
   });
 }
 

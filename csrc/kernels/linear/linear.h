@@ -34,14 +34,18 @@ Status column_sums_cpu(const ColumnSumsParams& params, const Parallel& parallel)
 // elements apart.
 struct ProductParams {
   const void *a = nullptr, *b = nullptr;  // dtype, as the layout says
-  int64_t a_stride = 0, b_stride = 0;
-  void* out = nullptr;         // [rows, columns], contiguous; float for `wide`
-  const void* bias = nullptr;  // [columns], dtype; null: none. Layout nt alone
-  void* z = nullptr;           // [rows, columns], dtype. `activate` writes it (null: not kept); others read it
+  const void* up = nullptr;               // of `gated`: a second b
+  int64_t a_stride = 0, b_stride = 0, up_stride = 0;
+  void* out = nullptr;                             // [rows, columns], contiguous; float for `wide`
+  const void *bias = nullptr, *up_bias = nullptr;  // [columns], dtype; null: none. Layout nt alone
+  void* z = nullptr;     // [rows, columns], dtype. `activate` and `gated` write it (null: not kept); others read
+  void* up_z = nullptr;  // likewise of `gated`; null where z is
   int64_t z_stride = 0;
-  float* sums = nullptr;      // [plan.sums], where sums are split
-  int* flags = nullptr;       // [plan.flags], zeros, likewise
-  float* partials = nullptr;  // [ceil(rows / 16), columns] of `derivative`; null: not wanted
+  float* sums = nullptr;        // [plan.sums], where sums are split
+  int* flags = nullptr;         // [plan.flags], zeros, likewise
+  float* partials = nullptr;    // [ceil(rows / 16), columns] of `derivative`: workspace of the column sums
+  void* column_sums = nullptr;  // [columns], dtype or float; null: not wanted
+  Dtype column_sums_dtype = Dtype::float32;
   int64_t rows = 0, columns = 0, inner = 0;
   ProductLayout layout = ProductLayout::nt;
   ProductEpilogue epilogue = ProductEpilogue::store;
@@ -56,11 +60,11 @@ Status product_plan_cuda(const ProductParams& params, ProductPlan* plan);
 Status product_workspace_cuda(const ProductParams& params, ProductPlan* plan);
 Status product_cuda(const ProductParams& params, const ProductPlan& plan, void* stream);
 
-// As WARPSMITH_OWN_PRODUCT, which holds until the first call. "1": wherever our product can run. "128" or "256": that,
-// with tiles of so many rows where they are compiled. Else never. Returns how many of our products were launched so
-// far.
+// As WARPSMITH_OWN_PRODUCT, which holds until the first call. "auto": where our product was measured to pay. "1":
+// wherever it can run. "128" or "256": that, with tiles of so many rows where they are compiled. Else never. Returns
+// how many of our products were launched so far.
 int64_t ask_for_own_product(const char* how);
-bool own_product_is_asked_for();
+bool own_product_may_run();
 
 // Fills in what the current device says of a problem: the code that runs there.
 Status linear_problem_on_device(LinearProblem* problem);

@@ -5,9 +5,11 @@
 
 #include "common/alignment.h"
 #include "common/code_capability.h"
+#include "common/visit_dtype.h"
 #include "device/launch.h"
 #include "kernels/linear/hopper/product_sm90.h"
 #include "kernels/linear/linear.h"
+#include "tiles/sum_partials.cuh"
 
 // Chooses the kernel of a product, where the library contains the Hopper kernels (sm_90a).
 namespace warpsmith {
@@ -19,10 +21,13 @@ constexpr bool kHopperProducts = true;
 constexpr bool kHopperProducts = false;  // code that depends on it refers to functions that do not exist
 #endif
 
-// -1: never, 0: any tile; others: rows of the tile.
+constexpr int kNever = -1, kAnyTile = 0, kWhereItPays = 1;  // others: rows of the tile
 int number_of(const char* how) {
-  const std::string text = how ? how : "";
-  return text == "1" ? 0 : text == "128" || text == "256" ? std::stoi(text) : -1;
+  const std::string text = how && *how ? how : "auto";
+  return text == "auto"                   ? kWhereItPays
+         : text == "1"                    ? kAnyTile
+         : text == "128" || text == "256" ? std::stoi(text)
+                                          : kNever;
 }
 
 std::atomic<int>& asked() {
@@ -39,7 +44,20 @@ bool is_aligned(const ProductParams& p) {
   };
   return rows_fit(p.a, p.a_stride, tn ? p.inner : p.rows) && rows_fit(p.b, p.b_stride, nt ? p.columns : p.inner) &&
          rows_on_16_bytes(p.out, p.columns, p.rows, p.epilogue == ProductEpilogue::wide ? Dtype::float32 : p.dtype) &&
-         rows_fit(p.z, p.z_stride, p.rows) && on_16_bytes(p.bias) && (!p.bias || p.columns % 8 == 0);
+         rows_fit(p.z, p.z_stride, p.rows) && rows_fit(p.up, p.up_stride, p.columns) &&
+         rows_fit(p.up_z, p.z_stride, p.rows) && on_16_bytes(p.bias) && on_16_bytes(p.up_bias) &&
+         ((!p.bias && !p.up_bias) || p.columns % 8 == 0);
+}
+
+Status multiply(const ProductParams& p, const ProductKernel& kernel, void* stream) {
+  if constexpr (kHopperProducts) {
+    switch (kernel.layout) {
+      case ProductLayout::nt: return linear::product_nt_sm90(p, kernel, stream);
+      case ProductLayout::nn: return linear::product_nn_sm90(p, kernel, stream);
+      case ProductLayout::tn: return linear::product_tn_sm90(p, kernel, stream);
+    }
+  }
+  return Status::unsupported("no Hopper kernels in this build");
 }
 
 }  // namespace
@@ -49,19 +67,24 @@ int64_t ask_for_own_product(const char* how) {
   return launched;
 }
 
-bool own_product_is_asked_for() { return kHopperProducts && asked() >= 0; }
+bool own_product_may_run() { return kHopperProducts && asked() != kNever; }
 
 Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
   ProductProblem problem{p.rows, p.columns, p.inner, p.layout, p.epilogue};
-  problem.asked = own_product_is_asked_for();
-  problem.tile_rows = std::max(0, asked().load());
-  if (problem.asked) {
+  const int how = asked();
+  problem.asked = !own_product_may_run() ? OwnProduct::never
+                  : how == kWhereItPays  ? OwnProduct::automatic
+                                         : OwnProduct::always;
+  problem.tile_rows = how > kWhereItPays ? how : 0;
+  if (problem.asked != OwnProduct::never) {
     DeviceProperties device;
     WARPSMITH_RETURN_IF_FAILED(device_properties(device));
     problem.multiprocessors = device.multiprocessors;
     problem.sm90a_code = runs_sm90a_code();
     problem.half = p.dtype == Dtype::bfloat16 || p.dtype == Dtype::float16;
     problem.aligned = problem.half && is_aligned(p);
+    problem.rival = p.epilogue == ProductEpilogue::activate && !p.z && p.dtype == Dtype::bfloat16 &&
+                    p.activation == LinearActivation::gelu_tanh;
   }
   *plan = choose_product(problem);
   return product_workspace_cuda(p, plan);
@@ -81,14 +104,11 @@ Status product_workspace_cuda(const ProductParams& p, ProductPlan* plan) {
 
 Status product_cuda(const ProductParams& p, const ProductPlan& plan, void* stream) {
   ++launched;
-  if constexpr (kHopperProducts) {
-    switch (plan.kernel->layout) {
-      case ProductLayout::nt: return linear::product_nt_sm90(p, *plan.kernel, stream);
-      case ProductLayout::nn: return linear::product_nn_sm90(p, *plan.kernel, stream);
-      case ProductLayout::tn: return linear::product_tn_sm90(p, *plan.kernel, stream);
-    }
-  }
-  return Status::unsupported("no Hopper kernels in this build");
+  WARPSMITH_RETURN_IF_FAILED(multiply(p, *plan.kernel, stream));
+  if (!p.column_sums) return {};
+  return visit_cuda_dtype(p.column_sums_dtype, [&]<class W>() {
+    return tiles::launch_sum_partials<W>(p.partials, p.column_sums, ceil_div(p.rows, 16), p.columns, stream);
+  });
 }
 
 }  // namespace warpsmith

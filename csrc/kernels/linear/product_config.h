@@ -18,6 +18,7 @@ enum class ProductEpilogue : uint8_t {
   activate,    // z = sum + bias, kept or not; out = f(z), of the rounded z
   residual,    // out = (sum + bias) + z, of the rounded parenthesis
   derivative,  // out = sum * f'(z), of the rounded sum; column sums of it, 16 rows each, if they are wanted
+  gated,       // two sums, of b and of up: z = sum + bias and up_z likewise, kept or not; out = f(z) * up_z, rounded z
   wide,        // out = sum or out += sum, in float32
 };
 
@@ -49,7 +50,9 @@ struct ProductKernel {
   constexpr bool reads() const {
     return epilogue == ProductEpilogue::residual || epilogue == ProductEpilogue::derivative;
   }
-  constexpr bool computes() const { return reads() || epilogue == ProductEpilogue::activate; }
+  constexpr bool gated() const { return epilogue == ProductEpilogue::gated; }
+  constexpr bool computes() const { return reads() || gated() || epilogue == ProductEpilogue::activate; }
+  constexpr int columns() const { return gated() ? tile.columns / 2 : tile.columns; }  // of out in a tile
   constexpr bool takes_bias() const { return layout == ProductLayout::nt; }
   constexpr bool operator==(const ProductKernel&) const = default;
 };
@@ -62,6 +65,7 @@ constexpr ProductKernel kProducts[] = {
     {ProductLayout::nt, ProductEpilogue::store, false, kTallTile},
     {ProductLayout::nt, ProductEpilogue::activate, false, kWideTile},
     {ProductLayout::nt, ProductEpilogue::residual, false, kWideTile},
+    {ProductLayout::nt, ProductEpilogue::gated, false, kWideTile},
     {ProductLayout::nn, ProductEpilogue::store, false, kWideTile},
     {ProductLayout::nn, ProductEpilogue::derivative, false, kWideTile},
     {ProductLayout::tn, ProductEpilogue::store, false, kWideTile},
@@ -72,14 +76,19 @@ constexpr ProductKernel kProducts[] = {
     {ProductLayout::tn, ProductEpilogue::wide, true, kWideTile},
 };
 
+// WARPSMITH_OWN_PRODUCT: where it was measured to pay, wherever it can run ("1"), or not ("0").
+enum class OwnProduct : uint8_t { automatic, always, never };
+constexpr const char* const kOwnProduct[] = {"auto", "always", "never"};
+
 struct ProductProblem {
   int64_t rows = 0, columns = 1, inner = 1;
   ProductLayout layout = ProductLayout::nt;
   ProductEpilogue epilogue = ProductEpilogue::store;
   bool half = true;     // operands of 16 bits
   bool aligned = true;  // bases and rows of all matrices on 16 bytes
-  bool asked = false;   // WARPSMITH_OWN_PRODUCT=1
-  int tile_rows = 0;    // of the tile that is wanted where it is compiled; 0: any
+  bool rival = false;   // `activate`: cuBLASLt has this epilogue, which keeps no pre-activation
+  OwnProduct asked = OwnProduct::automatic;
+  int tile_rows = 0;  // of the tile that is wanted where it is compiled; 0: any
   bool sm90a_code = true;
   int multiprocessors = 132;
 };
@@ -112,10 +121,29 @@ constexpr const ProductKernel* find_product(const ProductKernel& wanted) {
   return nullptr;
 }
 
-// Measured on an H200 on 2026-11-24 with a prototype of these kernels beside cuBLAS 13.1 at ten shapes of Llama and
-// GPT-2: forward 1.00 to 1.06, input gradient 0.985 to 1.10, weight gradient 0.985 to 1.06. No card has timed these
-// kernels themselves, so a product is theirs only where it is asked for.
-//
+// Where our product was faster than the library's on an H200 on 2026-11-28, cuBLAS 13.1, ten shapes of Llama and GPT-2
+// from 34 to 1,100 G multiplications on (docs/design/linear.md): forward 0.99 to 1.07, mean 1.02; input gradient 0.98
+// to 1.09, below 1 only where 16,384 and more terms are summed; with a residual 1.04 to 1.42; with an activation and
+// the pre-activation 1.01 to 1.07 of cuBLASLt's epilogue, without it 0.95 to 1.00. The weight gradient is as fast.
+// Parts of a card, and Hopper cards with few multiprocessors, have not been measured.
+constexpr const char* product_does_not_pay(const ProductProblem& p) {
+  if (p.multiprocessors < 100) return "the library's product: ours was measured on whole cards alone";
+  if (double(p.rows) * double(p.columns) * double(p.inner) < 3e10)
+    return "the library's product: ours was not measured below 3e10 multiplications";
+  switch (p.epilogue) {
+    case ProductEpilogue::residual: return nullptr;
+    case ProductEpilogue::activate:
+      return p.rival ? "the library's product: its epilogue without the pre-activation is faster than ours" : nullptr;
+    case ProductEpilogue::store:
+      if (p.layout == ProductLayout::tn) return "the library's product: ours is no faster for a weight's gradient";
+      return p.layout == ProductLayout::nn && p.inner >= 16384
+                 ? "the library's product: ours is no faster for an input's gradient of so many terms"
+                 : nullptr;
+    case ProductEpilogue::wide: return "the library's product: ours is no faster for a weight's gradient";
+    default: return "the library's product: ours was not measured with this epilogue";
+  }
+}
+
 // Forward and input gradient: 128 x 256 was the best tile or within 0.7 % of it everywhere. The weight gradient has few
 // tiles and long sums. Sums are split where the tiles fill less than 0.6 of a wave, or leave less than 0.6 of one
 // behind three whole ones: 65,536 x 768 -> 3,072 took 0.78 of the time of contiguous shares of (tile, k). Where the
@@ -124,13 +152,14 @@ constexpr const ProductKernel* find_product(const ProductKernel& wanted) {
 constexpr int64_t kLeastSplit = 8192;
 constexpr ProductPlan choose_product(const ProductProblem& p) {
   constexpr int64_t kMostSize = int64_t{1} << 31;
-  if (!p.asked) return {nullptr, "the library's product: ours has not been asked for"};
+  if (p.asked == OwnProduct::never) return {nullptr, "the library's product: it has been asked for"};
   if (!p.sm90a_code) return {nullptr, "the library's product: ours needs code of sm_90a"};
   if (!p.half) return {nullptr, "the library's product: ours has operands of 16 bits"};
   if (!p.aligned) return {nullptr, "the library's product: ours needs matrices and rows on 16 bytes"};
   if (p.rows >= kMostSize || p.columns >= kMostSize || p.inner >= kMostSize)
     return {nullptr, "the library's product: ours counts rows and columns below 2^31"};
   if (p.rows == 0 || p.columns == 0 || p.inner == 0) return {nullptr, "nothing to multiply"};
+  if (const char* why = p.asked == OwnProduct::automatic ? product_does_not_pay(p) : nullptr) return {nullptr, why};
   for (const ProductKernel& k : kProducts)
     if (k.tile.rows == p.tile_rows && !k.splits && k.layout == p.layout && k.epilogue == p.epilogue)
       return {&k, "our product: its tile was asked for"};

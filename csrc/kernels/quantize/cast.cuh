@@ -75,9 +75,9 @@ template <class F> __device__ __forceinline__ uint8_t repair(float x, float scal
   return device::from_float<F>(q).bits;
 }
 
-// Adds what the threads of a warp have seen to the totals. Called by the whole warp, converged.
+// Adds what the threads of a warp have seen to the totals; null: not wanted. Called by the whole warp, converged.
 __device__ __forceinline__ void add_counts(const Counts& mine, int64_t* totals) {
-  if (!__any_sync(0xffffffffu, mine.saturated + mine.not_finite != 0)) return;
+  if (!totals || !__any_sync(0xffffffffu, mine.saturated + mine.not_finite != 0)) return;
   const unsigned saturated = __reduce_add_sync(0xffffffffu, mine.saturated);
   const unsigned not_finite = __reduce_add_sync(0xffffffffu, mine.not_finite);
   if (threadIdx.x % 32 != 0) return;

@@ -83,17 +83,23 @@ Status cast_tiles(const QuantizeParams& p, const QuantizeConfig& c, Tiles t, flo
 Status quantize_cuda(const QuantizeParams& p, void* stream) {
   if (size_bytes(p.dtype) > 4) return no_cuda_kernel(p.dtype);
   const QuantizeConfig c = choose_quantize(problem_of(p));
-  LaunchConfig two;
-  two.block.x = 2;
-  WARPSMITH_RETURN_IF_FAILED(launch(clear_counts, two, stream, p.counts));
-  const Tiles t = tiles_of(p.x, p.rows, p.columns, p.x_stride, p.dtype);
+  if (p.counts) {
+    LaunchConfig two;
+    two.block.x = 2;
+    WARPSMITH_RETURN_IF_FAILED(launch(clear_counts, two, stream, p.counts));
+  }
+  Tiles t = tiles_of(p.x, p.rows, p.columns, p.x_stride, p.dtype);
   float* workspace = p.workspace;
+  t.partials = p.amax ? workspace + (p.column_sums ? t.down * t.columns : 0) : nullptr;
   if (c.amax_pass) WARPSMITH_RETURN_IF_FAILED(compute_scales(p, t, workspace, stream));
-  if (c.tiles) return cast_tiles(p, c, t, workspace, stream);
-  if (c.blocks > 0) return launch_segments(p, c, stream);
-  // Rows without columns have scales.
-  if (p.scaling != Fp8Scaling::row || p.given) return {};
-  return finish<Finish::scale>({nullptr, p.scale, 0, p.rows, {}, true}, stream);
+  if (c.tiles) {
+    WARPSMITH_RETURN_IF_FAILED(cast_tiles(p, c, t, workspace, stream));
+  } else if (c.blocks > 0) {
+    WARPSMITH_RETURN_IF_FAILED(launch_segments(p, c, stream));
+  } else if (p.scaling == Fp8Scaling::row && !p.given) {  // rows without columns have scales
+    return finish<Finish::scale>({nullptr, p.scale, 0, p.rows, {}, true}, stream);
+  }
+  return p.amax ? finish<Finish::amax>({t.partials, p.amax, c.blocks, 1, {}, false}, stream) : Status();
 }
 
 Status fp8_amax_cuda(const Fp8AmaxParams& p, void* stream) {

@@ -21,7 +21,8 @@ struct QuantizeParams {
   float* scale;             // of data; with Fp8Scaling::tensor of both. Read if `given`, else written
   float* transposed_scale;  // of transposed, not for Fp8Scaling::tensor. Read if `given`, else written
   float* column_sums;       // [columns], of x; null: not wanted
-  int64_t* counts;          // [2], written: saturated elements, elements that are not finite
+  float* amax;              // [], written: the largest finite magnitude of x; beside given scales; null: not wanted
+  int64_t* counts;          // [2], written: saturated elements, elements that are not finite; null: not wanted
   float* workspace;         // [quantize_workspace_elems(...)]; CUDA alone
   int64_t rows, columns, x_stride;
   Fp8Scaling scaling;
@@ -78,6 +79,7 @@ constexpr QuantizeProblem problem_of(const QuantizeParams& p) {
           .transposed = p.transposed != nullptr,
           .given = p.given,
           .column_sums = p.column_sums != nullptr,
+          .amax = p.amax != nullptr,
           .contiguous = p.x_stride == p.columns || p.rows == 1};
 }
 constexpr int64_t quantize_workspace_elems(const QuantizeParams& p) { return choose_quantize(problem_of(p)).workspace; }

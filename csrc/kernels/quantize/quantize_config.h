@@ -30,6 +30,7 @@ struct QuantizeProblem {
   bool data = true, transposed = false;  // which bytes are wanted
   bool given = false;                    // scales are read, not computed
   bool column_sums = false;
+  bool amax = false;       // beside given scales
   bool contiguous = true;  // x
 };
 
@@ -39,7 +40,9 @@ struct SegmentTeam {
   int lanes, vectors, threads;  // threads of a block
   constexpr int64_t elems(int element_bytes) const { return int64_t{lanes} * vectors * (16 / element_bytes); }
 };
-constexpr SegmentTeam kSegmentTeams[] = {{16, 1, 256}, {32, 4, 256}, {256, 4, 256}, {512, 4, 512}};
+constexpr SegmentTeam kSegmentTeams[] = {{16, 1, 256},  {32, 4, 256},  {32, 8, 256},
+                                         {128, 4, 128}, {256, 4, 256}, {512, 4, 512}};
+constexpr int kLongestPart = 4;  // of a row that need not stay whole
 
 struct QuantizeConfig {
   bool tiles = false;      // squares of 128 by 128, else segments of rows
@@ -64,6 +67,7 @@ constexpr QuantizeConfig choose_quantize(const QuantizeProblem& p) {
   if (p.column_sums) c.workspace += down * p.columns;
   if (c.tiles) {
     c.blocks = down * across;
+    if (p.amax) c.workspace += c.blocks;
     c.why = c.amax_pass ? "squares of 128 by 128, read once for the maxima and once to cast"
                         : "squares of 128 by 128, read once";
     return c;
@@ -71,7 +75,7 @@ constexpr QuantizeConfig choose_quantize(const QuantizeProblem& p) {
   c.flat = p.scaling == Fp8Scaling::tensor && p.contiguous;
   const int64_t rows = c.flat ? 1 : p.rows, columns = c.flat ? p.rows * p.columns : p.columns;
   // Only where one team must see all of a row is a segment as long as the row.
-  const int64_t longest = kSegmentTeams[2].elems(p.element_bytes);
+  const int64_t longest = kSegmentTeams[kLongestPart].elems(p.element_bytes);
   c.length = p.scaling == Fp8Scaling::block ? kFp8Block : columns;
   if (c.length > longest && (p.given || p.scaling == Fp8Scaling::tensor)) c.length = longest;
   if (c.length == 0) return c;
@@ -81,6 +85,7 @@ constexpr QuantizeConfig choose_quantize(const QuantizeProblem& p) {
   c.per_row = ceil_div(columns, c.length);
   const SegmentTeam team = kSegmentTeams[c.team];
   c.blocks = ceil_div(rows * c.per_row, team.threads / team.lanes);
+  if (p.amax) c.workspace += c.blocks;
   c.why = c.amax_pass                              ? "one pass for the maximum, one to cast"
           : c.length > team.elems(p.element_bytes) ? "rows too long for registers: read twice, the second time near"
           : p.given                                ? "one pass, scales are given"

@@ -14,6 +14,7 @@ Status launch_segments(const QuantizeParams& p, const QuantizeConfig& c, void* s
   const Segments s{.x = p.x,
                    .data = static_cast<uint8_t*>(p.data),
                    .scale = p.scale,
+                   .partials = p.amax ? p.workspace : nullptr,
                    .counts = p.counts,
                    .columns = columns,
                    .x_stride = p.x_stride,
@@ -31,7 +32,7 @@ Status launch_segments(const QuantizeParams& p, const QuantizeConfig& c, void* s
   config.block.x = static_cast<unsigned>(kSegmentTeams[c.team].threads);
   return visit_cuda_dtype(p.dtype, [&]<class T>() {
     const auto kernel = instance_of<kSegmentTeams>(
-        [&](const SegmentTeam& team) { return team.lanes == kSegmentTeams[c.team].lanes; },
+        [&](const SegmentTeam& team) { return team.elems(1) == kSegmentTeams[c.team].elems(1); },
         [&]<class I>() { return p.e5m2 ? &segments<T, float8_e5m2, I> : &segments<T, float8_e4m3, I>; });
     return launch(kernel, config, stream, s);
   });

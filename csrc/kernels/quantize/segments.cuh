@@ -13,6 +13,7 @@ struct Segments {
   const void* x;
   uint8_t* data;
   float* scale;
+  float* partials;  // [blocks], largest magnitudes, beside given scales; null: not wanted
   int64_t* counts;
   int64_t columns, x_stride, length, count;  // count: of all segments
   device::FastDivide per_row;
@@ -54,10 +55,12 @@ template <class T, class F, class I> __global__ void __launch_bounds__(I::value.
         float value[N];
         device::unpack<T>(value, held[v]);
         device::forget(held[v]);
-        if (pass == 0) {
+        if (pass == 0 || p.partials) {
 #pragma unroll
           for (int k = 0; k < N; ++k) amax = fmaxf(amax, finite_magnitude(value[k]));
-        } else if (const int rest = left - (v * kLanes + lane) * N; rest > 0) {
+        }
+        if (pass == 0) continue;
+        if (const int rest = left - (v * kLanes + lane) * N; rest > 0) {
           Vector<uint32_t, N / 4> bytes;
           odd |= cast<F>(value, by, bytes);
           store_bytes(p.data + row * p.columns + start + v * kLanes * N, bytes, rest, p.whole);
@@ -86,6 +89,10 @@ template <class T, class F, class I> __global__ void __launch_bounds__(I::value.
     }
   }
   add_counts(counts, p.counts);
+  if (p.partials) {
+    amax = device::block_max<I::value.threads>(amax, scratch);
+    if (threadIdx.x == 0) device::store(p.partials + blockIdx.x, amax);
+  }
 }
 
 }  // namespace warpsmith::quantize

@@ -6,7 +6,9 @@
 // Squares of 128 by 128, one a block, that the block reads once and keeps in registers. What a block makes of its
 // square:
 //
-//   amax  the largest magnitudes of its rows, of its columns or of all, as partial results
+//   amax  the largest magnitudes of its rows, of its columns or of all, as partial results (a cast by known scales:
+//   too,
+//         of all)
 //   cast  bytes, transposed bytes or both; by known scales, or by scales of the square: of its rows and columns, or
 //   one.
 //         Beside them the sums of its columns
@@ -24,7 +26,7 @@ struct Tiles {
   const void* x;
   uint8_t *data, *transposed;                        // null: not wanted
   float *row_scale, *column_scale;                   // of the bytes; written if of_square, else read
-  float *row_partials, *column_partials, *partials;  // of amax: [tiles across, rows], [tiles down, columns], [tiles]
+  float *row_partials, *column_partials, *partials;  // [tiles across, rows], [tiles down, columns], [tiles]; null: none
   float* column_sums;                                // [tiles down, columns]; null: not wanted
   int64_t* counts;
   int64_t rows, columns, x_stride, across, down;
@@ -57,15 +59,19 @@ __device__ __forceinline__ void combine_columns(float (&mine)[N], Op op, float* 
   }
   __syncthreads();
   if (thread < kTile) {
-    float all = by_warp[thread];
+    float four[4];  // chains: equal terms add up their rounding errors
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) all = op(all, by_warp[w * kTile + thread]);
-    of_column[thread] = all;
+    for (int w = 0; w < kWarps; ++w)
+      four[w % 4] = w < 4 ? by_warp[w * kTile + thread] : op(four[w % 4], by_warp[w * kTile + thread]);
+    of_column[thread] = op(op(four[0], four[1]), op(four[2], four[3]));
   }
 }
 
-template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kTileThreads<T>, 1024 / kTileThreads<T>)
-    tiles(Tiles p) {
+// Of a multiprocessor. A pass that stores nothing has registers for half as many again.
+constexpr int tile_threads_in_flight(TileWork work) { return work == TileWork::amax ? 1536 : 1024; }
+
+template <class T, class F, TileWork kWork>
+__global__ void __launch_bounds__(kTileThreads<T>, tile_threads_in_flight(kWork) / kTileThreads<T>) tiles(Tiles p) {
   constexpr int kThreads = kTileThreads<T>;
   constexpr int N = 16 / sizeof(T), G = kTile / N;                        // a row is read by G threads
   constexpr int L = kThreads / G, R = kTile / L, kWarps = kThreads / 32;  // each reads R rows
@@ -106,6 +112,20 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
     combine_columns<kThreads>(sum, device::Sum(), by_warp, of_column);
     if (is_column) device::store(p.column_sums + down * p.columns + first_column + thread, of_column[thread]);
     __syncthreads();
+  }
+
+  if (kWork == TileWork::cast && p.partials) {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+      float value[N];
+      device::unpack<T>(value, held[i]);
+      device::forget(held[i]);
+#pragma unroll
+      for (int k = 0; k < N; ++k) most = fmaxf(most, finite_magnitude(value[k]));
+    }
+    most = device::block_max<kThreads>(most, scratch);
+    if (thread == 0) device::store(p.partials + blockIdx.x, most);
   }
 
   float one = 0.0f;  // the maximum of all, then its scale

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,67 @@ from warpsmith._core import checks
 
 reductions = WeakIdKeyDictionary()  # by parameter: weak references to what reduces its gradient and its main_grad
 _wrappers = WeakIdKeyDictionary()  # by parameter: a weak reference to the DDP or FSDP module around it, or None
+_parameters = WeakIdKeyDictionary()  # by main_grad that is reduced over ranks: a weak reference to its parameter
+# Modules under DDP whose hook reduces main_grads: whether it has done so since their last forward.
+_is_reduced: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 PLAIN = (Tensor, nn.Parameter)
+
+
+class Destination(NamedTuple):
+    """Where a backward adds the weight's gradient. Kept apart from the saved tensors: the graph of one that has been
+    written to cannot be walked again."""
+
+    main_grad: Tensor | None
+    parameter: Tensor | None = None  # given where its main_grad is reduced over ranks, without a gradient beside it
+    op: str = ""
+
+    @classmethod
+    def of(cls, op: str, main_grad: Tensor | None) -> Destination:
+        """In a forward, behind :func:`check_main_grad`."""
+        reference = None if main_grad is None else _parameters.get(main_grad)
+        if reference is None or torch._C._are_functorch_transforms_active():  # which want a gradient
+            return cls(main_grad)
+        return cls(main_grad, reference(), op)
+
+    def takes(self, wanted: bool) -> Tensor | None:
+        """The tensor, to which the caller adds the weight's gradient now; None if that is not wanted."""
+        if not wanted or self.main_grad is None:
+            return None
+        if self.parameter is not None:
+            for shards in (found := _shards_of(self.parameter)):
+                shards.adds_to_main_grad(self.parameter)
+            wrapper = None if found else _known(self.parameter)
+            if wrapper is not None and _is_reduced.get(wrapper, False) and wrapper.require_backward_grad_sync:
+                raise RuntimeError(
+                    f"{self.op}: main_grad: rank {dist.get_rank()}: a backward after DistributedDataParallel reduced "
+                    "the gradients, which it would not reduce: add the losses for one backward, or run forward and "
+                    "backward of all but the last under no_sync(); call the DDP module, not its .module"
+                )
+        return self.main_grad
+
+    def nothing_for(self, weight: Tensor, zeros: Tensor | None = None) -> Tensor | None:
+        """The parameter's own gradient: zeros, since hooks wait for one; the given zeros, if they fit. None where
+        main_grad is reduced over ranks: torch calls the hooks of what reduces it without a gradient, too."""
+        if self.parameter is not None:
+            return None
+        return zeros if zeros is not None and zeros.dtype == weight.dtype else torch.zeros_like(weight)
+
+
+def _begins(wrapper: nn.Module, _: Any) -> None:
+    if torch.is_grad_enabled():
+        _is_reduced[wrapper] = False
+
+
+def have_reduced(parameters: Iterable[Tensor]) -> None:
+    """Says that DDP's hook has reduced all gradients of the module that has these parameters."""
+    wrapper = next(filter(None, map(_known, parameters)), None)
+    if wrapper is not None and wrapper in _is_reduced:
+        _is_reduced[wrapper] = True
+
+
+def _shards_of(parameter: Tensor) -> list[Any]:
+    """What reduces a parameter for optimizers that are alive."""
+    return [shards for reference in reductions.get(parameter, ()) if (shards := reference()) is not None]
 
 
 def _bytes_of(t: Tensor) -> tuple[int, int]:
@@ -44,15 +105,15 @@ def check_main_grad(
             (first, end), (other_first, other_end) = _bytes_of(main_grad), _bytes_of(t)  # type: ignore[arg-type]
             if first < other_end and other_first < end:
                 checks.refuse(op, argument, f"other memory than that of {name}", f"bytes that {name} holds")
+    _parameters.pop(main_grad, None)
     if isinstance(weight, Tensor) and weight.requires_grad and dist.is_available() and dist.is_initialized():
         _check_reduced(op, argument, main_grad, weight)
 
 
 def _check_reduced(op: str, argument: str, main_grad: Tensor, weight: Tensor) -> None:
     parameter = weight if weight._base is None else weight._base
-    if any(reduction() is not None for reduction in reductions.get(parameter, ())):
-        by = "ShardedOptimizer"
-    else:
+    shards, wrapper = _shards_of(parameter), None
+    if not shards:
         wrapper = _wrapper_of(parameter)
         if wrapper is None:
             return
@@ -64,10 +125,14 @@ def _check_reduced(op: str, argument: str, main_grad: Tensor, weight: Tensor) ->
         if not any(getattr(hook, "reduces_main_grad", False) for hook, _ in wrapper._comm_hooks):
             remedy = "register warpsmith.distributed.accurate_hook, which reduces weight.main_grad"
             checks.refuse(op, argument, f"None under DistributedDataParallel, or a hook: {remedy}", "a tensor")
-        by = "accurate_hook"
     reduced = getattr(parameter, "main_grad", None)
     if reduced is None or reduced.numel() != main_grad.numel() or reduced.data_ptr() != main_grad.data_ptr():
+        by = "ShardedOptimizer" if shards else "accurate_hook"
         checks.refuse(op, argument, f"weight.main_grad, which {by} reduces over ranks", "another tensor")
+    if wrapper is not None and wrapper not in _is_reduced:
+        _is_reduced[wrapper] = False
+        wrapper.register_forward_pre_hook(_begins)
+    _parameters[main_grad] = weakref.ref(parameter)
 
 
 def is_gathered(parameter: Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from warpsmith._core import checks
 from warpsmith._core.library import raw
 from warpsmith._core.modules import stock
+from warpsmith.amp.fp8_ranks import group_of_forward, require_same_layers
 from warpsmith.ops._linear import LINEAR, under_autocast
 from warpsmith.ops._scaled_linear import (
     Fp8Recipe,
@@ -22,6 +23,7 @@ from warpsmith.ops._scaled_linear import (
     as_recipe,
     capability,
     forget,
+    in_fp8,
     is_emulated,
 )
 from warpsmith.ops.linear import scaled_linear
@@ -50,6 +52,8 @@ def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
     if layer is None:  # undone below somebody else's forward
         return type(self).forward(self, input, *(() if residual is None else (residual,)))
     owner = layer.owner
+    if not owner._is_compared and (group := group_of_forward()) is not None:
+        owner._compare(group)
     if layer.state.x_amax.device != self.weight.device:
         owner.renew(layer, self.weight.device)
     if residual is not None:  # as linear takes it
@@ -77,6 +81,7 @@ class Fp8Layers:
         self.kept: dict[str, str] = {}
         self._modules: dict[str, nn.Module] = {}
         self._tensors_of_layers: list[Tensor] = []  # where CapturedStep finds what a step changes
+        self._is_compared = False  # with other ranks
         self._history: Tensor | None = None  # (steps, layers, 2), newest first: of x and of the gradient
         self._scales: Tensor | None = None  # (layers, 2)
 
@@ -85,7 +90,12 @@ class Fp8Layers:
         self.replaced[name] = f"{self.recipe.scaling}, {module.in_features} -> {module.out_features}"
         module._fp8 = layer = _Layer(self, name, Fp8State(module.weight.device))  # type: ignore[assignment]
         self._tensors_of_layers += layer.state.tensors()
+        in_fp8[module.weight] = f"layer {name} in FP8, {self.recipe}"
         module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+    def _compare(self, group: dist.ProcessGroup) -> None:
+        require_same_layers(dict.fromkeys(self._modules, str(self.recipe)), group)
+        self._is_compared = True
 
     def renew(self, layer: _Layer, device: torch.device) -> None:
         """For a layer that was moved: what it keeps begins anew on the other device."""
@@ -103,6 +113,7 @@ class Fp8Layers:
             if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
                 del module.__dict__["forward"], module.__dict__["_fp8"]
             forget(module.weight)  # type: ignore[arg-type]
+            in_fp8.pop(module.weight, None)
 
     @torch.no_grad()
     def update(self, found_inf: Tensor | None = None) -> None:
@@ -137,7 +148,8 @@ class Fp8Layers:
     def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._history is None or self._scales is None or self._history.device != device:
             self._history = torch.zeros(self.recipe.history, len(self._modules), 2, device=device)
-            self._scales = torch.ones(len(self._modules), 2, device=device)
+            # cuBLASLt refuses a scale that does not lie on 16 bytes.
+            self._scales = torch.ones(len(self._modules), 2, 4, device=device)[..., 0]
         return self._history, self._scales
 
     def counts(self) -> dict[str, tuple[int, int, int, int]]:
@@ -224,7 +236,9 @@ def fp8(
         filter: ``filter(name, module)`` says whether to take a layer. Layers that make logits, by
             ``get_output_embeddings`` or the name ``lm_head``, ``head``, ``output`` or ``unembed``, or whose weight is
             an embedding's, stay unless the recipe has ``head=True``.
-        group: the ranks that share tensors, over which delayed scales take the largest value.
+        group: the ranks that share tensors, over which delayed scales take the largest value. All of them must call,
+            and are compared here; without it those of DDP in their first forward, those of a ShardedOptimizer in its
+            first reduction.
         emulate: multiply what the casts leave in float32. So on the CPU in any case.
 
     Returns:
@@ -232,7 +246,8 @@ def fp8(
 
     Raises:
         ValueError: no model; a card without such products; another recipe than the model has; ``head=True`` where the
-            head's weight is an embedding's. Nothing has changed.
+            head's weight is an embedding's; ranks of ``group`` with other layers or another recipe, or one that has not
+            called for 300 s. Nothing has changed.
 
     Example:
         >>> import torch, warpsmith
@@ -269,6 +284,12 @@ def fp8(
             done._add(name, module)
         else:
             done.kept[name] = why
+    if group is not None:
+        try:
+            done._compare(group)
+        except ValueError:
+            done.undo()
+            raise
     return done
 
 

@@ -148,7 +148,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "scaled_linear_backward": _scaled_backward,
     **dict.fromkeys(("mlp", "mlp_forward", "mlp_inference"), _mlp),
     "mlp_backward": _mlp_backward,
-    **dict.fromkeys(("gated_linear", "gated_linear_forward"), _gated),
+    **dict.fromkeys(("gated_linear", "gated_linear_forward", "gated_linear_inference"), _gated),
     "gated_linear_backward": _gated_backward,
     "gated_linear_backward_main_grads": _gated_backward_main_grads,
     "linear_cross_entropy": _cross_entropy,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.nn import functional
 from warpsmith import _C
 from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
-from warpsmith._core.main_grad import PLAIN, check_main_grad
+from warpsmith._core.main_grad import PLAIN, Destination, check_main_grad
 from warpsmith.ops._activation import gelu, silu
 from warpsmith.ops.activation import geglu, reglu, swiglu
 
@@ -61,9 +62,20 @@ def under_autocast(op: str, **tensors: Tensor | None) -> list[Tensor | None]:
 
 
 _OF_TORCH = {torch.float32, torch.float16, torch.bfloat16}  # float64 runs on the CPU alone
-if os.environ.get("WARPSMITH_OWN_PRODUCT", "0") != "0":
+_OWN = os.environ.get("WARPSMITH_OWN_PRODUCT") or "auto"
+if _OWN not in ("auto", "0"):
     _OF_TORCH.clear()  # products are ours, too
 _FEW = 1 << 20  # elements of an output whose bias may get its gradient by torch; 2 MB of bfloat16, not measured
+
+
+# Multiplications of a layer from which on our product may pay (csrc/kernels/linear/product_config.h).
+_OWN_PAYS = 3e10 if _OWN != "0" else float("inf")
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of a card."""
+    return torch.cuda.get_device_capability(device)
 
 
 def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -78,6 +90,8 @@ def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if bias is not None:
         if type(bias) not in PLAIN or bias.dtype != dtype or bias.dim() != 1 or bias.size(0) != weight.size(0):
             return False
+    if dtype.itemsize == 2 and x.is_cuda and x.numel() * weight.size(0) >= _OWN_PAYS and capability(x.device) == (9, 0):
+        return False
     if not torch.is_grad_enabled():
         return True
     if bias is not None and bias.requires_grad and x.numel() * weight.size(0) > _FEW * x.size(-1):
@@ -265,6 +279,10 @@ def _fake_gated(
     return y, gate, up
 
 
+def _fake_gated_inference(*inputs: Any) -> Tensor:
+    return _fake_gated(*inputs)[0]
+
+
 def _fake_gated_backward(
     dy: Tensor,
     x: Tensor,
@@ -311,6 +329,7 @@ for _name, _fake in (
     ("mlp_backward", _fake_mlp_backward),
     ("gated_linear", _fake_gated),
     ("gated_linear_forward", _fake_gated),
+    ("gated_linear_inference", _fake_gated_inference),
     ("gated_linear_backward", _fake_gated_backward),
     ("gated_linear_backward_main_grads", _fake_gated_backward_main_grads),
 ):
@@ -369,16 +388,17 @@ def _plain_gated(
     return _activated(_layer(x, gate_weight, gate_bias), activation) * _layer(x, up_weight, up_bias)
 
 
-def _value_and_derivative(z: Tensor, activation: int) -> tuple[Tensor, Tensor]:
-    """f(z) in the dtype of z, and f'(z) in float32 or wider."""
+def _value_and_derivative(z: Tensor, activation: int, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """f(z) in the dtype of z, and f'(z) in float32 or wider. ``kept`` is what the forward saved: relu's sign is read
+    there, since a z made again may round to the other side of 0."""
     wide = z.to(_real(z))
     name = ACTIVATIONS[activation]
     if name == "none":
         return z, torch.ones_like(wide)
     if name == "relu":
-        value, derivative = torch.relu(wide), (wide > 0).to(wide.dtype)
-    else:
-        value, derivative = silu(wide) if name == "silu" else gelu(wide, name == "gelu_tanh")
+        kept = kept.detach()
+        return torch.where(kept <= 0, 0.0, z), (kept > 0).to(wide.dtype)
+    value, derivative = silu(wide) if name == "silu" else gelu(wide, name == "gelu_tanh")
     return value.to(z.dtype), derivative
 
 
@@ -398,22 +418,6 @@ def _of_layer(dz: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tup
 # ---- gradients
 
 
-class _Destination(NamedTuple):
-    """Where a backward adds the weight's gradient. Kept apart from the saved tensors: the graph of one that has been
-    written to cannot be walked again."""
-
-    main_grad: Tensor | None
-
-    def takes(self, wanted: bool) -> Tensor | None:
-        """The tensor, if the weight's gradient is wanted."""
-        return self.main_grad if wanted else None
-
-
-def _nothing_for(weight: Tensor) -> Tensor:
-    """Zeros for a parameter whose gradient went to its main_grad: hooks, such as DDP's, wait for a gradient."""
-    return torch.zeros_like(weight, memory_format=torch.preserve_format)
-
-
 def _save_linear(inputs: Any, outputs: Any) -> dict[str, Any]:
     y, z = outputs
     of_relu = inputs.activation == RELU and inputs.residual is None
@@ -424,7 +428,7 @@ def _save_linear(inputs: Any, outputs: Any) -> dict[str, Any]:
         "bias": inputs.bias,
         "z": y if of_relu else z,
         "activation": inputs.activation,
-        "destination": _Destination(inputs.main_grad),
+        "destination": Destination.of(LINEAR, inputs.main_grad),
     }
 
 
@@ -441,7 +445,7 @@ def _linear_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     gradients: dict[str, Tensor | None] = {"residual": dy}
     if main_grad is not None:
         dx, dbias = call_raw(_raw_main_grad, dy, x, weight, bias, z, main_grad, activation, wants.x, wants.bias)
-        dweight = _nothing_for(weight)
+        dweight = saved.destination.nothing_for(weight)
     else:
         wide = _wide_gradient(weight) if wants.weight else None
         wanted = wants.x, wants.weight, wants.bias
@@ -454,7 +458,7 @@ def _linear_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
         checks.refuse(LINEAR, "main_grad", "None where a second derivative is taken", "a tensor")
     dz, x = dy, saved.x
     if saved.activation != NONE:
-        derivative = _value_and_derivative(_layer(x, saved.weight, saved.bias), saved.activation)[1]
+        derivative = _value_and_derivative(_layer(x, saved.weight, saved.bias), saved.activation, saved.z)[1]
         dz = (dy * derivative).to(dy.dtype)
     if x is None:  # the weight has no gradient
         return {"residual": dy, "x": dz.matmul(saved.weight), "bias": _bias_gradient(dz, saved.bias)}
@@ -473,7 +477,7 @@ def _mlp_gradients(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
 
 
 def _mlp_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
-    h, derivative = _value_and_derivative(_layer(saved.x, saved.w1, saved.b1), saved.activation)
+    h, derivative = _value_and_derivative(_layer(saved.x, saved.w1, saved.b1), saved.activation, saved.h)
     dh, dw2, db2 = _of_layer(dy, h, saved.w2, saved.b2)
     dx, dw1, db1 = _of_layer((dh * derivative).to(dy.dtype), saved.x, saved.w1, saved.b1)
     return {"x": dx, "w1": dw1, "b1": db1, "w2": dw2, "b2": db2}
@@ -499,7 +503,7 @@ def check_main_grads(main_grads: Any, **given: Tensor | None) -> tuple[Tensor, T
 
 def _save_gated(inputs: Any, outputs: Any) -> dict[str, Any]:
     _, gate, up = outputs
-    destinations = _Destination(inputs.gate_main_grad), _Destination(inputs.up_main_grad)
+    destinations = Destination.of(GATED, inputs.gate_main_grad), Destination.of(GATED, inputs.up_main_grad)
     of_inputs = {name: getattr(inputs, name) for name in (*_OF_GATED, "activation")}
     return of_inputs | {"gate": gate, "up": up, "of_gate": destinations[0], "of_up": destinations[1]}
 
@@ -513,8 +517,11 @@ def _gated_gradients(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
         return dict(zip(_OF_GATED, found, strict=True))
     others = wants.x, wants.gate_bias, wants.up_bias
     dx, *dbiases = call_raw(_raw_gated_main_grads, dy, *tensors, *main_grads, saved.activation, *others)
-    weights = saved.gate_weight, saved.up_weight
-    dweights = (None if to is None else _nothing_for(w) for to, w in zip(main_grads, weights, strict=True))
+    weights = (saved.of_gate, saved.gate_weight), (saved.of_up, saved.up_weight)
+    dweights = (
+        None if to is None else destination.nothing_for(w)
+        for to, (destination, w) in zip(main_grads, weights, strict=True)
+    )
     return dict(zip(_OF_GATED, (dx, *dweights, *dbiases), strict=True))
 
 
@@ -522,7 +529,7 @@ def _gated_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     if saved.of_gate.takes(wants.gate_weight) is not None or saved.of_up.takes(wants.up_weight) is not None:
         checks.refuse(GATED, "main_grads", "None where a second derivative is taken", "two tensors")
     x, gate_weight, up_weight, gate_bias, up_bias = (getattr(saved, n) for n in _OF_GATED)
-    value, derivative = _value_and_derivative(_layer(x, gate_weight, gate_bias), saved.activation)
+    value, derivative = _value_and_derivative(_layer(x, gate_weight, gate_bias), saved.activation, saved.gate)
     dgate = (dy * _layer(x, up_weight, up_bias) * derivative).to(dy.dtype)
     dx, dgate_weight, dgate_bias = _of_layer(dgate, x, gate_weight, gate_bias)
     dx_up, dup_weight, dup_bias = _of_layer(dy * value, x, up_weight, up_bias)
@@ -558,6 +565,7 @@ mlp = differentiable(
 gated_linear = differentiable(
     GATED,
     forward=raw.gated_linear_forward.default,
+    inference=raw.gated_linear_inference.default,
     rows=1,
     save=_save_gated,
     backward=_gated_gradients,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from warpsmith import _C
 from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, may_give_away, raw, register_fake
+from warpsmith._core.main_grad import Destination
 from warpsmith.ops._cross_entropy import (
     MEAN,
     NONE,
@@ -293,13 +294,6 @@ _rows_backward_main_grad = raw.linear_cross_entropy_rows_backward_main_grad.defa
 _log_prob_backward = raw.linear_log_prob_backward.default
 
 
-class _Destination(NamedTuple):
-    """Where a backward adds the weight's gradient. Kept apart from the saved tensors: the graph of one that has been
-    written to cannot be walked again."""
-
-    main_grad: Tensor | None
-
-
 def _finished(grad: Tensor, dloss: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
     if grad.dtype == dtype and may_give_away(grad, dloss):
         call_raw(_scale_, grad, dloss, denominator)
@@ -307,12 +301,12 @@ def _finished(grad: Tensor, dloss: Tensor, denominator: Tensor | None, dtype: to
     return call_raw(_scaled, grad, dloss, denominator, dtype)
 
 
-def _added(main_grad: Tensor, grad: Tensor, dloss: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Adds to main_grad; gives the zeros that the parameter gets as its gradient, for the hooks that wait for one."""
+def _added(main_grad: Tensor, grad: Tensor, dloss: Tensor, denominator: Tensor | None) -> Tensor:
+    """Adds to main_grad; gives zeros, in the memory of what was added or of a copy."""
     if not may_give_away(grad, dloss):
         grad = grad.clone()
     call_raw(_add_, main_grad, grad, dloss, denominator)
-    return grad if grad.dtype == dtype else torch.zeros_like(grad, dtype=dtype)
+    return grad
 
 
 def _save_reduced(inputs: Any, outputs: Any) -> dict[str, Any]:
@@ -324,7 +318,7 @@ def _save_reduced(inputs: Any, outputs: Any) -> dict[str, Any]:
         "dweight": dweight,
         "dbias": dbias,
         "dtype": weight.dtype,
-        "destination": _Destination(inputs.main_grad),
+        "destination": Destination.of(_CROSS_ENTROPY, inputs.main_grad),
         "made": (inputs.want_dhidden, inputs.want_dweight, inputs.want_dbias),
         # Not read again. They tie the gradients to the graph, so that a second derivative is refused.
         "hidden": hidden if hidden.requires_grad else None,
@@ -342,12 +336,13 @@ def _reduced_backward(saved: Saved, wants: Wants, dloss: Tensor | None, *_: Any)
             f"{_CROSS_ENTROPY}: expected inputs that require a gradient when the loss is computed, got one later"
         )
     scale = dloss, saved.denominator if saved.denominator.numel() else None, saved.dtype
-    main_grad = saved.destination.main_grad
+    main_grad = saved.destination.takes(wants.weight)
     gradients: dict[str, Tensor | None] = {}
     if wants.hidden:
         gradients["hidden"] = _finished(saved.dhidden, *scale)
-    if wants.weight and main_grad is not None:
-        gradients["weight"] = _added(main_grad, saved.dweight, *scale)
+    if main_grad is not None:
+        zeros = _added(main_grad, saved.dweight, *scale[:2])
+        gradients["weight"] = saved.destination.nothing_for(saved.weight, zeros)
     elif wants.weight:
         gradients["weight"] = _finished(saved.dweight, *scale)
     if wants.bias:
@@ -365,7 +360,7 @@ def _save_rows(inputs: Any, outputs: Any) -> dict[str, Any]:
         "class_weight": inputs.class_weight,
         "options": options,
         "dw_dtype": inputs.dw_dtype,
-        "destination": _Destination(inputs.main_grad),
+        "destination": Destination.of(_CROSS_ENTROPY, inputs.main_grad),
     }
 
 
@@ -373,11 +368,11 @@ def _rows_gradients(saved: Saved, wants: Wants, dloss: Tensor | None, *_: Any) -
     if dloss is None:
         return {}
     inputs = dloss, saved.hidden, saved.weight, saved.target, saved.bias, saved.class_weight
-    main_grad = saved.destination.main_grad
-    if wants.weight and main_grad is not None:
+    main_grad = saved.destination.takes(wants.weight)
+    if main_grad is not None:
         wanted = wants.hidden, wants.bias
         dhidden, dbias = call_raw(_rows_backward_main_grad, *inputs, main_grad, *saved.options, *wanted)
-        dweight = torch.zeros_like(saved.weight, memory_format=torch.contiguous_format)
+        dweight = saved.destination.nothing_for(saved.weight)
     else:
         each = wants.hidden, wants.weight, wants.bias
         dhidden, dweight, dbias = call_raw(_rows_backward, *inputs, *saved.options, saved.dw_dtype, *each)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 from warpsmith._core.main_grad import is_gathered
 from warpsmith.ops import _quantize
+from warpsmith.ops._linear import capability
 
 SCALED = "scaled_linear"
 RECIPE = "Fp8Recipe"
@@ -123,12 +123,6 @@ def as_recipe(op: str, recipe: object) -> Fp8Recipe:
     return _OF_DEFAULTS[recipe]
 
 
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """Of a card."""
-    return torch.cuda.get_device_capability(device)
-
-
 def is_emulated(op: str, recipe: Fp8Recipe, device: torch.device, emulate: bool) -> bool:
     """Whether products are multiplied in float32: asked for, or on the CPU. A card that lacks them is refused."""
     if emulate or device.type != "cuda":
@@ -162,6 +156,7 @@ class _Kept:
 
 
 _kept = WeakIdKeyDictionary()  # by parameter
+in_fp8 = WeakIdKeyDictionary()  # weights of layers that amp.fp8 has converted: name and recipe, to compare over ranks
 _captured = WeakIdKeyDictionary()  # parameters that are part of a CUDA graph: its replays change them unseen
 
 
@@ -175,6 +170,8 @@ class Steps:
     @classmethod
     def add(cls, of: torch.optim.Optimizer | Sequence[Tensor], *_: Any) -> None:
         cls.count += 1
+        of_rows.clear()
+        of_columns.clear()
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # replays are not counted
             params = [p for g in of.param_groups for p in g["params"]] if isinstance(of, torch.optim.Optimizer) else of
             cls.captured |= any(type(p) is not nn.Parameter for p in params)
@@ -184,6 +181,11 @@ class Steps:
 def forget(weight: Tensor) -> None:
     """Frees the casts of a weight."""
     _kept.pop(weight, None)
+
+
+def _stream(t: Tensor) -> int:
+    """The current stream of a tensor's device, by the call that Triton makes: torch.cuda's takes 5 us."""
+    return torch._C._cuda_getCurrentRawStream(t.device.index) if t.is_cuda else 0
 
 
 def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool, passed: bool) -> _Kept | None:
@@ -198,7 +200,7 @@ def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool, p
         if torch.cuda.is_current_stream_capturing():
             _captured[weight] = True
             forget(weight)
-        stream = torch.cuda.current_stream(weight.device).cuda_stream
+        stream = _stream(weight)
     if Steps.captured or weight in _captured:
         return None
     if dist.is_available() and dist.is_initialized() and is_gathered(weight):
@@ -259,6 +261,50 @@ def _turned_cast(weight: Tensor, scaling: int, power_of_two: bool) -> tuple[Tens
     return found
 
 
+# ---- casts of x, shared by layers of the same x: q, k and v; gate and up
+
+
+class _Shared:
+    """The last cast of an x, of its rows (a forward) or its columns (a backward), until another x is cast or an
+    optimizer steps. x is known by its storage, which a new tensor at the same place does not have."""
+
+    def __init__(self) -> None:
+        self.entry: tuple[Any, ...] = None, None, ()  # key, storage, what was made
+
+    def key_of(self, x: Tensor, *how: Any) -> tuple[Any, ...] | None:
+        """None where nothing is shared: of what has no version, in transforms, and in graphs that are compiled or
+        captured."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return None
+        if type(x) not in (Tensor, nn.Parameter) or x.is_inference():
+            return None
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        place = x.untyped_storage()._cdata, x.data_ptr(), x.shape, x.stride(), x.dtype
+        return (x._version, *place, _stream(x), *how)
+
+    def find(self, key: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        """What was kept of a cast, or ()."""
+        kept, storage, made = self.entry
+        return made if key is not None and kept == key and not storage.expired() else ()
+
+    def keep(self, key: tuple[Any, ...] | None, x: Tensor, *made: Any) -> None:
+        if key is not None:
+            self.entry = key, StorageWeakRef(x.untyped_storage()), made
+
+    def clear(self) -> None:
+        self.entry = None, None, ()
+
+
+of_rows, of_columns = _Shared(), _Shared()
+
+
+def shared_cast(x: Tensor, recipe: Fp8Recipe, watch: bool) -> tuple[Any, ...]:
+    """Bytes, scales, counts and the largest magnitude of an x that another layer has just cast; (): none has."""
+    scaling, *_, power_of_two = recipe.numbers()
+    return of_rows.find(of_rows.key_of(x, scaling, power_of_two, watch)) if isinstance(x, Tensor) else ()
+
+
 # ---- fakes: the checks of csrc/bindings/linear_scaled.cpp, in its order
 
 
@@ -311,7 +357,16 @@ def _check_bytes(
         checks.refuse(op, names[0], "a contiguous tensor", "other strides")
     rows, columns = shape
     blocks = tuple((n + _quantize.BLOCK - 1) // _quantize.BLOCK for n in (rows, columns))
-    _check_of(op, names[1], scale, torch.float32, ((rows, 1), (), blocks)[scaling], like)
+    _check_of(op, names[1], scale, torch.float32, ((rows, 1), (), blocks, (rows, blocks[1]))[scaling], like)
+
+
+_SHARED = (0, 1, 3)  # of x: a block is 128 terms of a row
+
+
+def _cast_rows(x: Tensor, scaling: int) -> Any:
+    """The rows of bytes that x has in a forward."""
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else x.shape[:-1].numel()
+    return (rows + 15) // 16 * 16 if scaling == 2 else rows
 
 
 def _check_given(op: str, argument: str, scale: Tensor | None, scaling: int, like: Tensor) -> None:
@@ -332,6 +387,8 @@ def _fake(
     dy_scale: Tensor | None,
     dy_counts: Tensor | None,
     dy_amax: Tensor | None,
+    x_data: Tensor | None,
+    x_data_scale: Tensor | None,
     scaling: int,
     accumulate: int,
     e5m2: bool,
@@ -350,11 +407,16 @@ def _fake(
         _check_of(SCALED, "dy_counts", dy_counts, torch.int64, (2,), x)
     if dy_amax is not None:
         _check_of(SCALED, "dy_amax", dy_amax, torch.float32, (), x)
+    rows, columns = shape = _cast_rows(x, scaling), x.shape[-1]
+    _check_bytes(SCALED, ("x_data", "x_data_scale"), x_data, x_data_scale, shape, _SHARED[scaling], x)
+    is_new = x_data is None
+    scales = ((rows, 1), (), (rows, (columns + _quantize.BLOCK - 1) // _quantize.BLOCK))[scaling]
     return (
         x.new_empty((*x.shape[:-1], weight.shape[0])),
-        x.new_empty((2,), dtype=torch.int64),
-        x.new_empty(() if watch else (0,), dtype=torch.float32),
-        x.new_empty(() if scaling == 1 and x_scale is None else (0,), dtype=torch.float32),
+        x.new_empty((2,) if is_new else (0,), dtype=torch.int64),
+        x.new_empty(() if watch and is_new else (0,), dtype=torch.float32),
+        x.new_empty(shape if is_new else (0,), dtype=_E4M3),
+        x.new_empty(scales if is_new and x_scale is None else (0,), dtype=torch.float32),
     )
 
 
@@ -367,6 +429,8 @@ def _fake_backward(
     transposed_scale: Tensor | None,
     x_scale: Tensor | None,
     dy_scale: Tensor | None,
+    x_turned: Tensor | None,
+    x_turned_scale: Tensor | None,
     scaling: int,
     accumulate: int,
     e5m2: bool,
@@ -394,12 +458,19 @@ def _fake_backward(
         checks.same_dtype(op, "x", x, dy)
         checks.same_shape(op, "x", x, (*dy.shape[:-1], weight.shape[1]))
         checks.same_device(op, "x", x, dy)
+    terms, columns = (_cast_rows(dy, 2), weight.shape[1])
+    names, shape = ("x_turned", "x_turned_scale"), (columns, terms)
+    _check_bytes(op, names, x_turned, x_turned_scale, shape, _SHARED[scaling], dy)
+    is_new = want_dweight and not high and x_turned is None
+    scales = ((columns, 1), (), (columns, (terms + _quantize.BLOCK - 1) // _quantize.BLOCK))[scaling]
     return (
         dy.new_empty((*dy.shape[:-1], weight.shape[1]) if want_dx else (0,)),
         weight.new_empty(weight.shape) if want_dweight else dy.new_empty((0,)),
         bias.new_empty(bias.shape) if want_dbias and bias is not None else dy.new_empty((0,)),
         dy.new_empty((2,), dtype=torch.int64),
         dy.new_empty(() if watch else (0,), dtype=torch.float32),
+        dy.new_empty(shape if is_new else (0,), dtype=_E4M3),
+        dy.new_empty(scales if is_new and x_scale is None else (0,), dtype=torch.float32),
     )
 
 
@@ -414,8 +485,14 @@ _NUMBERS = 7  # last inputs: scaling, accumulate, e5m2, high, power_of_two, emul
 
 
 def _save(inputs: Any, outputs: Any) -> dict[str, Any]:
-    *_, new_scale = outputs
-    computed = inputs.scaling == 1 and inputs.x_scale is None
+    _, counts, amax, new_data, new_scale = outputs
+    given = inputs.x_scale is not None
+    if inputs.x_data is not None:
+        new_scale = inputs.x_data_scale
+    elif not given:
+        key = of_rows.key_of(inputs.x, inputs.scaling, inputs.power_of_two, inputs.watch)
+        of_rows.keep(key, inputs.x, new_data, new_scale, counts, amax)
+    computed = inputs.scaling == 1 and not given
     return {
         "x": inputs.x if inputs.weight.requires_grad else None,
         "weight": inputs.weight,
@@ -424,6 +501,7 @@ def _save(inputs: Any, outputs: Any) -> dict[str, Any]:
         "dy_scale": inputs.dy_scale,
         "dy_counts": inputs.dy_counts,
         "dy_amax": inputs.dy_amax,
+        "given": given,
         "numbers": inputs[-_NUMBERS:],
     }
 
@@ -446,10 +524,17 @@ def note(total: Tensor | None, counts: Tensor, largest: Tensor | None, amax: Ten
 def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Any) -> Gradients:
     if dy is None:
         return {}
-    scaling, _, _, _, power_of_two, *_ = numbers = saved.numbers
+    scaling, _, _, high, power_of_two, *_ = numbers = saved.numbers
     turned = _turned_cast(saved.weight, scaling, power_of_two) if wants.x else (None, None)
-    given = dy, saved.x, saved.weight, saved.bias, *turned, saved.x_scale, saved.dy_scale
-    dx, dweight, dbias, counts, amax = call_raw(_raw_backward, *given, *numbers, wants.x, wants.weight, wants.bias)
+    shares = wants.weight and not high and not saved.given
+    key = of_columns.key_of(saved.x, scaling, power_of_two) if shares else None
+    x_turned = of_columns.find(key)
+    given = dy, saved.x, saved.weight, saved.bias, *turned, saved.x_scale, saved.dy_scale, *(x_turned or (None, None))
+    dx, dweight, dbias, counts, amax, *new = call_raw(
+        _raw_backward, *given, *numbers, wants.x, wants.weight, wants.bias
+    )
+    if not x_turned:
+        of_columns.keep(key, saved.x, new[0], new[1] if saved.x_scale is None else saved.x_scale)
     if wants.weight and (kept := _kept.get(saved.weight)) is not None:
         kept.has_gradient = True
     totals = [t for t in (saved.dy_counts, saved.dy_amax) if t is not None]

@@ -38,8 +38,8 @@ def linear(
         main_grad: a float32 tensor (float64 for float64) of the shape of ``weight``, contiguous or its transpose. The
             backward adds the weight's gradient there, in float32, and gives the parameter zeros, so that hooks that
             wait for a gradient run. Only in eager mode. Over ranks :func:`warpsmith.distributed.accurate_hook` and
-            :class:`warpsmith.distributed.ShardedOptimizer` reduce it, as ``weight.main_grad``; other ways that would
-            not are refused.
+            :class:`warpsmith.distributed.ShardedOptimizer` reduce it, as ``weight.main_grad``, and the parameter gets
+            None; other ways that would not reduce it are refused.
 
     Returns:
         A contiguous tensor of shape (..., N) and the dtype of ``x``. Under autocast ``x``, ``weight``, ``bias`` and
@@ -224,12 +224,19 @@ def scaled_linear(
     weight = weight if wide else narrow  # type: ignore[assignment]
     numbers = chosen.numbers(), _scaled_linear.is_emulated(SCALED, chosen, x.device, bool(emulate))
     casts = _scaled_linear.weight_cast(weight, chosen, isinstance(x, Tensor) and x.requires_grad)
-    if state is None or not _scaled_linear.records():
-        scales = (None,) * 4 if state is None else (state.x_scale, state.dy_scale, None, None)
-        return _scaled_linear.scaled_linear(x, weight, bias, *casts, *scales, *numbers[0], numbers[1], False)[0]
-    watch = chosen.amax == "delayed"
-    known = state.x_scale, state.dy_scale, state.dy_counts, state.dy_amax if watch else None
-    y, counts, amax = _scaled_linear.scaled_linear(x, weight, bias, *casts, *known, *numbers[0], numbers[1], watch)
+    records = _scaled_linear.records()
+    known: tuple[Tensor | None, ...] = (None,) * 4
+    if state is not None:
+        known = state.x_scale, state.dy_scale, None, None
+    watch = state is not None and records and chosen.amax == "delayed"
+    shared = _scaled_linear.shared_cast(x, chosen, watch) if records and known[0] is None else ()
+    if state is not None and records:
+        known = state.x_scale, state.dy_scale, state.dy_counts, state.dy_amax if watch else None
+    given = *known, *(shared[:2] or (None, None))
+    y, counts, amax = _scaled_linear.scaled_linear(x, weight, bias, *casts, *given, *numbers[0], numbers[1], watch)
+    if state is None or not records:
+        return y
+    counts, amax = shared[2:] or (counts, amax)
     state.has_run = True
     _scaled_linear.note(state.x_counts, counts, state.x_amax, amax)
     return y

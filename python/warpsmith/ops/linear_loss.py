@@ -87,7 +87,7 @@ def linear_cross_entropy(
             float16, else that of ``weight``. The dtype of ``weight`` takes half the memory, and rounds once a chunk.
         main_grad: shape (V, H), float32 (float64 for float64), contiguous, in memory of its own and without a gradient:
             the backward adds the weight's gradient to it, and the weight gets a gradient of zeros, so that hooks run.
-            Not under ``torch.compile``.
+            Not under ``torch.compile``. Over ranks: as :func:`warpsmith.linear`.
 
     Returns:
         The loss, float32 (float64 for float64): a scalar, or for ``"none"`` of the shape of ``target``. With

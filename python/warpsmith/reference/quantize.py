@@ -21,7 +21,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool = True) -> Ten
         fraction, exponent = torch.frexp(amax.double() / largest)  # fraction in [0.5, 1): 1 is 0.5 * 2^1
         scale = torch.ldexp(torch.ones_like(fraction), exponent - (fraction == 0.5).int()).float()
     else:
-        scale = amax / largest
+        scale = amax / torch.full_like(amax, largest)  # by a number CUDA multiplies by the reciprocal
         scale = torch.where(amax / scale > largest, scale.nextafter(torch.full_like(scale, torch.inf)), scale)
     return scale.clamp(min=2.0**-126).where(amax != 0, 1.0)
 

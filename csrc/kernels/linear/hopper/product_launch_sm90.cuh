@@ -29,22 +29,25 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
   constexpr ProductKernel kernel = I::value;
   constexpr ProductTile tile = kernel.tile;
   constexpr bool kWide = kernel.epilogue == ProductEpilogue::wide;
-  TensorMap a, b, out, z{};
+  ProductMaps maps{};
   if constexpr (kernel.layout == ProductLayout::tn)
     WARPSMITH_RETURN_IF_FAILED(
-        matrix_map(a, x.a, x.dtype, x.inner, x.rows, x.a_stride, kStageInner / tile.cluster_columns));
+        matrix_map(maps.a, x.a, x.dtype, x.inner, x.rows, x.a_stride, kStageInner / tile.cluster_columns));
   else
     WARPSMITH_RETURN_IF_FAILED(
-        matrix_map(a, x.a, x.dtype, x.rows, x.inner, x.a_stride, tile.rows / tile.cluster_columns));
+        matrix_map(maps.a, x.a, x.dtype, x.rows, x.inner, x.a_stride, tile.rows / tile.cluster_columns));
   if constexpr (kernel.layout == ProductLayout::nt)
     WARPSMITH_RETURN_IF_FAILED(
-        matrix_map(b, x.b, x.dtype, x.columns, x.inner, x.b_stride, tile.columns / tile.cluster_rows));
+        matrix_map(maps.b, x.b, x.dtype, x.columns, x.inner, x.b_stride, tile.columns / tile.cluster_rows));
   else
     WARPSMITH_RETURN_IF_FAILED(
-        matrix_map(b, x.b, x.dtype, x.inner, x.columns, x.b_stride, kStageInner / tile.cluster_rows));
+        matrix_map(maps.b, x.b, x.dtype, x.inner, x.columns, x.b_stride, kStageInner / tile.cluster_rows));
+  if constexpr (kernel.gated())
+    WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.up, x.up, x.dtype, x.columns, x.inner, x.up_stride, kernel.columns()));
   WARPSMITH_RETURN_IF_FAILED(
-      matrix_map(out, x.out, kWide ? Dtype::float32 : x.dtype, x.rows, x.columns, x.columns, 16));
-  if (x.z) WARPSMITH_RETURN_IF_FAILED(matrix_map(z, x.z, x.dtype, x.rows, x.columns, x.z_stride, 16));
+      matrix_map(maps.out, x.out, kWide ? Dtype::float32 : x.dtype, x.rows, x.columns, x.columns, 16));
+  if (x.z) WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.z, x.z, x.dtype, x.rows, x.columns, x.z_stride, 16));
+  if (x.up_z) WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.up_z, x.up_z, x.dtype, x.rows, x.columns, x.z_stride, 16));
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
 
@@ -53,11 +56,12 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
   p.columns = static_cast<int>(x.columns);
   p.blocks = static_cast<int>(ceil_div(x.inner, kStageInner));
   p.unit_rows = static_cast<int>(ceil_div(x.rows, int64_t{tile.rows} * tile.cluster_rows));
-  p.unit_columns = static_cast<int>(ceil_div(x.columns, int64_t{tile.columns} * tile.cluster_columns));
+  p.unit_columns = static_cast<int>(ceil_div(x.columns, int64_t{kernel.columns()} * tile.cluster_columns));
   const int64_t units = int64_t{p.unit_rows} * p.unit_columns;
   if (units > INT32_MAX / 2) return Status::unsupported("a product of more than 2^30 tiles");
   p.units = static_cast<int>(units);
   p.bias = x.bias;
+  p.up_bias = x.up_bias;
   p.partials = x.partials;
   p.activation = x.activation;
   p.keep = x.z != nullptr;
@@ -72,7 +76,7 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
                       .dynamic_shared_bytes = static_cast<size_t>(tile.shared_bytes()),
                       .cluster = static_cast<unsigned>(tile.cluster())};
   WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
-  return launch(product_sm90<T, I>, config, stream, a, b, out, z, p);
+  return launch(product_sm90<T, I>, config, stream, maps, p);
 }
 
 template <ProductLayout layout>

@@ -20,7 +20,7 @@ namespace warpsmith::linear {
 
 // The loader, one thread.
 template <ProductKernel kernel>
-__device__ __forceinline__ void load_stages(const ProductArguments& p, const TensorMap* a_map, const TensorMap* b_map,
+__device__ __forceinline__ void load_stages(const ProductArguments& p, const ProductMaps& maps,
                                             const ProductShared<kernel>& shared, int begun) {
   constexpr ProductTile tile = kernel.tile;
   const ProductPlace<kernel> place(p, begun);
@@ -48,6 +48,9 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Ten
       copy(to + part * rows * kRowBytes, k, first + part * rows);
     }
   };
+  // `gated`: the first block of a cluster loads b's half of the tile, the second up's.
+  const bool second = kernel.gated() && place.rank_row == 1;
+  const TensorMap* const b_map = second ? &maps.up : &maps.b;
   using AMajor = std::bool_constant<kernel.layout == ProductLayout::tn>;
   using BMajor = std::bool_constant<kernel.layout != ProductLayout::nt>;
   Ring<tile.stages> ring;
@@ -59,36 +62,40 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Ten
       Mbarrier* full = shared.full + ring.stage;
       device::mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
       int bias_bytes = 0;
-      if (kernel.takes_bias() && p.bias != nullptr && block == p.blocks - 1) {  // comes with the last stage
+      if (kernel.takes_bias() && p.biased<kernel>() && block == p.blocks - 1) {  // comes with the last stage
         device::mbarrier_wait(shared.bias_empty, bias_parity ^= 1);
-        bias_bytes = max(0, min(tile.columns, p.columns - at.column) * 2);
+        bias_bytes = max(0, min(kernel.columns(), p.columns - at.column) * 2);
       }
-      device::mbarrier_arrive_expect(full, tile.stage_bytes() + bias_bytes);
-      if (bias_bytes > 0)
-        device::bulk_load(shared.bias, static_cast<const unsigned char*>(p.bias) + int64_t{at.column} * 2, bias_bytes,
-                          full);
+      const auto load_bias = [&](int which, const void* bias) {
+        if (bias_bytes > 0 && bias != nullptr)
+          device::bulk_load(shared.bias + which * kernel.columns() * 2,
+                            static_cast<const unsigned char*>(bias) + int64_t{at.column} * 2, bias_bytes, full);
+      };
+      const int biases = kernel.gated() ? (p.bias != nullptr) + (p.up_bias != nullptr) : 1;
+      device::mbarrier_arrive_expect(full, tile.stage_bytes() + biases * bias_bytes);
+      load_bias(0, p.bias);
+      if constexpr (kernel.gated()) load_bias(1, p.up_bias);
       const int k = block * kStageInner;
-      load(AMajor(), shared.a(ring.stage), a_map, full, at.row, tile.rows, k, place.rank_column,
+      load(AMajor(), shared.a(ring.stage), &maps.a, full, at.row, tile.rows, k, place.rank_column,
            std::integral_constant<int, tile.cluster_columns>(), a_blocks);
-      load(BMajor(), shared.b(ring.stage), b_map, full, at.column, tile.columns, k, place.rank_row,
+      const int column = at.column - (second ? kernel.columns() : 0);
+      load(BMajor(), shared.b(ring.stage), b_map, full, column, tile.columns, k, place.rank_row,
            std::integral_constant<int, tile.cluster_rows>(), b_blocks);
     }
   }
 }
 
-// I: an entry of kProducts. z: kept by `activate`, read by `residual` and `derivative`; else unused.
+// I: an entry of kProducts.
 template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1)
-    product_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
-                 const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap z,
-                 const __grid_constant__ ProductArguments p) {
+    product_sm90(const __grid_constant__ ProductMaps maps, const __grid_constant__ ProductArguments p) {
   constexpr ProductKernel kernel = I::value;
   WARPSMITH_DYNAMIC_SHARED(memory);
   WARPSMITH_SHARED(ProductState<kernel>, state, 1);
   const ProductShared<kernel> shared(memory, state);
   if (threadIdx.x == 32) {
-    device::prefetch_tensor_map(&a);
-    device::prefetch_tensor_map(&b);
-    device::prefetch_tensor_map(&out);
+    device::prefetch_tensor_map(&maps.a);
+    device::prefetch_tensor_map(&maps.b);
+    device::prefetch_tensor_map(&maps.out);
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kernel.tile.stages; ++i) {
@@ -112,11 +119,11 @@ template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   if (warpgroup == 0) {
     device::decrease_registers<kernel.tile.producer_registers()>();
-    if (threadIdx.x == 0) load_stages<kernel>(p, &a, &b, shared, begun);
+    if (threadIdx.x == 0) load_stages<kernel>(p, maps, shared, begun);
     __syncwarp(0xffffffffu);
   } else {
     device::increase_registers<kernel.tile.consumer_registers()>();
-    ProductConsumer<T, kernel>(p, shared, &out, &z, begun, warpgroup - 1).run();
+    ProductConsumer<T, kernel>(p, shared, maps, begun, warpgroup - 1).run();
     __syncwarp(0xffffffffu);
   }
   device::cluster_barrier();  // a block that has exited can no longer be given buffers

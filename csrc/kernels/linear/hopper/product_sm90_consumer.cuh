@@ -12,7 +12,7 @@
 namespace warpsmith::linear {
 
 // Calls use.template operator()<F>() with the function of an activation (common/activation_functions.h). The branch is
-// taken once for 16 values of a thread.
+// taken once for 8 values of a thread.
 template <class T, class Use> __device__ __forceinline__ void with_activation(LinearActivation activation, Use&& use) {
   using Math = activation::DeviceMath<T>;
   if (activation == LinearActivation::gelu_tanh)
@@ -26,45 +26,51 @@ template <class T, class Use> __device__ __forceinline__ void with_activation(Li
 }
 
 // A warpgroup owns half of the tile's rows: kBlocks blocks of 64, of which each warp has 16. A panel is 16 rows by 64
-// columns of a warp; its halves, of 32 columns, are 8 words of two elements a thread, in the order of wgmma.
+// columns of a warp; its parts, of 16 columns, are 4 words of two elements a thread, in the order of wgmma.
 template <class T, ProductKernel kernel> struct ProductConsumer {
   static constexpr ProductTile tile = kernel.tile;
   static constexpr ProductEpilogue kEpilogue = kernel.epilogue;
   static constexpr int kBlocks = tile.rows / 128, kPanels = tile.columns / kPanelColumns;
-  static constexpr int kParts = 2 * kBlocks * kPanels;  // halves of panels in a tile
-  static constexpr int kHalfWords = 8;
-  static constexpr int kNothing = 1 << 20;  // behind the last part of any tile
+  static constexpr int kTilePanels = kBlocks * kPanels, kPanelParts = 4, kPartWords = 4;
+  static constexpr int kPanelWords = kPanelParts * kPartWords;
+  // A panel is stored in steps: prepared and sent; with arithmetic each part and sent; of `gated` both sums sent first.
+  static constexpr int kPanelSteps = kernel.computes() ? kPanelParts + 1 + kernel.gated() : 2;
+  static constexpr int kSteps = kPanelSteps * (kernel.gated() ? kTilePanels / 2 : kTilePanels);
+  static constexpr int kDue = kSteps + kernel.reads();  // while a tile is multiplied: z of its own comes last
+  static constexpr int kNothing = 1 << 20;              // behind the last step of any tile
   static constexpr device::Major kA = kernel.layout == ProductLayout::tn ? device::Major::mn : device::Major::k;
   static constexpr device::Major kB = kernel.layout == ProductLayout::nt ? device::Major::k : device::Major::mn;
   static_assert(kernel.defers() || !kernel.computes());
 
   const ProductArguments& p;
   const ProductShared<kernel>& shared;
-  const TensorMap *out, *z;
+  const ProductMaps& maps;
+  const TensorMap* const out;
   const ProductPlace<kernel> place;
   const int group, lane, warp;  // warp: of the eight
   unsigned char* const staging;
   uint32_t lane_offset;  // in a staging buffer, of the row that this lane gives to store_matrix
   Ring<tile.stages> ring;
   float acc[kBlocks][tile.columns / 2];
-  uint32_t finished[kernel.defers() ? kParts * kHalfWords : 2 * kHalfWords];  // or a panel at a time
+  uint32_t finished[kernel.defers() ? kTilePanels * kPanelWords : kPanelWords];  // or a panel at a time
+  const int pace;             // 2^-16 steps of an epilogue with arithmetic for each stage: one, or more of a short sum
   TilePlace now{}, before{};  // this warp's first row and column of the tile in acc, and of the finished one
   int buffer = 0;
   unsigned input_parity = 0;  // a bit a buffer
 
   __device__ __forceinline__ ProductConsumer(const ProductArguments& arguments, const ProductShared<kernel>& memory,
-                                             const TensorMap* out_map, const TensorMap* z_map, int begun, int warpgroup)
+                                             const ProductMaps& tensors, int begun, int warpgroup)
       : p(arguments),
         shared(memory),
-        out(out_map),
-        z(z_map),
+        maps(tensors),
+        out(&tensors.out),
         place(arguments, begun),
         group(warpgroup),
         lane(threadIdx.x % 32),
         warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0) - 4),
         staging(memory.staging(warp)),
-        lane_offset(
-            device::swizzled(Swizzle::bytes128, static_cast<uint32_t>(lane % 16 * kRowBytes + lane / 16 * 16))) {}
+        lane_offset(device::swizzled(Swizzle::bytes128, static_cast<uint32_t>(lane % 16 * kRowBytes + lane / 16 * 16))),
+        pace(max(1 << 16, ((kDue << 16) + arguments.blocks - 1) / arguments.blocks)) {}
 
   // ---- products
 
@@ -109,13 +115,14 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     device::named_barrier_wait(1, 256);  // the other warpgroup reads the ring no more
     return shared.memory + warp * kWarpBytes;
   }
-  // Half a panel into a staging buffer.
-  __device__ __forceinline__ void stage(unsigned char* to, int half, const uint32_t* w) {
+  // A part of a panel into a staging buffer, and a panel.
+  __device__ __forceinline__ void stage(unsigned char* to, int part, const uint32_t* w) {
+    const uint32_t four[4] = {w[0], w[1], w[2], w[3]};
+    device::store_matrix(to + (lane_offset ^ part * 32), four);
+  }
+  __device__ __forceinline__ void stage_panel(unsigned char* to, const uint32_t* w) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const uint32_t four[4] = {w[4 * j], w[4 * j + 1], w[4 * j + 2], w[4 * j + 3]};
-      device::store_matrix(to + (lane_offset ^ (2 * half + j) * 32), four);
-    }
+    for (int part = 0; part < kPanelParts; ++part) stage(to, part, w + part * kPartWords);
   }
   // 16 x 32 floats.
   __device__ __forceinline__ void stage_floats(unsigned char* to, const float* v) {
@@ -149,98 +156,122 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     if (lane == 0) {
       Mbarrier* full = shared.input + warp * kWarpBuffers + panel % kWarpBuffers;
       device::mbarrier_arrive_expect(full, kBufferBytes);
-      device::tensor_load(staging + panel % kWarpBuffers * kBufferBytes, z, full,
+      device::tensor_load(staging + panel % kWarpBuffers * kBufferBytes, &maps.z, full,
                           {at.column + panel_column(panel), at.row + panel_row(panel)});
     }
     __syncwarp(0xffffffffu);
   }
-  // Column sums of a warp's 16 rows. v[i]: this lane's value of column 8 (i / 4) + 2 (lane % 4) + i % 2 of the half,
-  // rows lane / 4 + 8 (i / 2 % 2).
-  __device__ __forceinline__ void store_sums(const float (&v)[2 * kHalfWords], int row, int column) {
-    float sum[8];
+  // `finished` begins with the panel that is being stored, its second half with that of up's sums: moves the others up.
+  __device__ __forceinline__ void next_panel() {
+    __syncwarp(0xffffffffu);  // or nvcc makes selections of it, for every step
+    constexpr int kHalves = kernel.gated() ? 2 : 1, kWords = kTilePanels * kPanelWords / kHalves;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] = v[i / 2 * 4 + i % 2] + v[i / 2 * 4 + i % 2 + 2];
-    // Each exchange halves the columns that a lane holds: lane / 4 says which one is left.
+    for (int half = 0; half < kHalves; ++half)
 #pragma unroll
-    for (int width = 4; width > 0; width /= 2) {
-      const bool upper = lane & 4 * width;
+      for (int i = 0; i < kWords - kPanelWords; ++i)
+        finished[half * kWords + i] = finished[half * kWords + i + kPanelWords];
+  }
+  // The words of one of `parts` equal parts of what lies at `from`.
+  template <int parts, int words>
+  static __device__ __forceinline__ void choose(const uint32_t* from, int part, uint32_t (&w)[words]) {
 #pragma unroll
-      for (int i = 0; i < width; ++i) {
-        const float other = __shfl_xor_sync(0xffffffffu, upper ? sum[i] : sum[i + width], 4 * width);
-        sum[i] = (upper ? sum[i + width] : sum[i]) + other;
+    for (int i = 0; i < parts; ++i)
+      if (part == i) {
+#pragma unroll
+        for (int j = 0; j < words; ++j) w[j] = from[i * words + j];
       }
+  }
+  // Column sums of the 16 rows of a panel in a staging buffer.
+  __device__ __forceinline__ void store_sums(const unsigned char* from, int row, int first) {
+    float sum[2] = {};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t two = device::load(
+          reinterpret_cast<const uint32_t*>(from + device::swizzled(Swizzle::bytes128, i * kRowBytes + lane * 4)));
+      sum[0] += device::low_half<T>(two);
+      sum[1] += device::high_half<T>(two);
     }
-    const int which = lane / 4, at = column + which / 2 * 8 + lane % 4 * 2 + which % 2;
-    if (row < p.rows && at < p.columns) device::store(p.partials + int64_t{row / 16} * p.columns + at, sum[0]);
+    const int column = first + 2 * lane;
+    if (row < p.rows && column < p.columns)  // an even number of columns: rows lie on 16 bytes
+      device::store_vector(p.partials + int64_t{row / 16} * p.columns + column,
+                           device::Vector<float, 2>{sum[0], sum[1]});
   }
 
-  // Half a panel: 32 columns of 16 rows. Its sums are w, rounded.
-  __device__ __forceinline__ void finish_half(int panel, int half, uint32_t (&w)[kHalfWords]) {
-    const int row = before.row + panel_row(panel), column = before.column + panel_column(panel);
+  // Computes a part of a panel: 16 columns of 16 rows, from rounded sums.
+  __device__ __forceinline__ void compute_part(int panel, int part) {
+    uint32_t w[kPartWords];
+    choose<kPanelParts>(finished, part, w);
     if constexpr (kernel.reads()) {
       const int which = panel % kWarpBuffers;
-      unsigned char* at = staging + which * kBufferBytes;
-      if (half == 0) {
+      unsigned char* const at = staging + which * kBufferBytes;
+      if (part == 0) {
         device::mbarrier_wait(shared.input + warp * kWarpBuffers + which, input_parity >> which & 1);
         input_parity ^= 1u << which;
       }
-      uint32_t x[kHalfWords];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        uint32_t four[4];
-        device::load_matrix(four, at + (lane_offset ^ (2 * half + j) * 32));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[4 * j + i] = four[i];
-      }
+      uint32_t x[kPartWords];
+      device::load_matrix(x, at + (lane_offset ^ part * 32));
       if constexpr (kEpilogue == ProductEpilogue::residual) {
 #pragma unroll
-        for (int i = 0; i < kHalfWords; ++i)
+        for (int i = 0; i < kPartWords; ++i)
           w[i] = device::pack<T>(device::low_half<T>(w[i]) + device::low_half<T>(x[i]),
                                  device::high_half<T>(w[i]) + device::high_half<T>(x[i]));
       } else {
-        float g[2 * kHalfWords];
         with_activation<T>(p.activation, [&]<class F>() {
 #pragma unroll
-          for (int i = 0; i < kHalfWords; ++i) {
-            g[2 * i] = F(device::low_half<T>(x[i])).times_derivative(device::low_half<T>(w[i]));
-            g[2 * i + 1] = F(device::high_half<T>(x[i])).times_derivative(device::high_half<T>(w[i]));
-          }
+          for (int i = 0; i < kPartWords; ++i)
+            w[i] = device::pack<T>(F(device::low_half<T>(x[i])).times_derivative(device::low_half<T>(w[i])),
+                                   F(device::high_half<T>(x[i])).times_derivative(device::high_half<T>(w[i])));
         });
-#pragma unroll
-        for (int i = 0; i < kHalfWords; ++i) w[i] = device::pack<T>(g[2 * i], g[2 * i + 1]);
-        if (p.partials != nullptr) store_sums(g, row, column + half * 32);
       }
       __syncwarp(0xffffffffu);
-      stage(at, half, w);
-      if (half == 0) return;
-      send([&] { device::tensor_store(out, at, {column, row}); });
-      if (panel > 0 && panel - 1 + kWarpBuffers < kParts / 2) {  // the next panel, where the last one was
-        if (lane == 0) device::bulk_wait_read<1>();
+      stage(at, part, w);
+      if (part == 1 && panel > 0 && panel - 1 + kWarpBuffers < kTilePanels) {  // the next panel, where the last one was
+        wait_for_stores();
         fetch(panel - 1 + kWarpBuffers, before);
       }
     } else {
-      static_assert(kEpilogue == ProductEpilogue::activate);
-      unsigned char* const result = staging + kBufferBytes;
-      if (half == 0) wait_for_stores();
-      stage(staging, half, w);
+      if (part == 0) wait_for_stores();
+      uint32_t up[kPartWords];
+      if constexpr (kernel.gated())
+        choose<kPanelParts>(finished + kTilePanels / 2 * kPanelWords, part, up);
+      else
+        stage(staging, part, w);
       with_activation<T>(p.activation, [&]<class F>() {
 #pragma unroll
-        for (int i = 0; i < kHalfWords; ++i)
-          w[i] = device::pack<T>(F(device::low_half<T>(w[i])).value(), F(device::high_half<T>(w[i])).value());
+        for (int i = 0; i < kPartWords; ++i) {
+          float low = F(device::low_half<T>(w[i])).value(), high = F(device::high_half<T>(w[i])).value();
+          if constexpr (kernel.gated()) low *= device::low_half<T>(up[i]), high *= device::high_half<T>(up[i]);
+          w[i] = device::pack<T>(low, high);
+        }
       });
-      stage(result, half, w);
-      if (half == 1)
-        send([&] {
-          if (p.keep) device::tensor_store(z, staging, {column, row});
-          device::tensor_store(out, result, {column, row});
-        });
+      stage(staging + kBufferBytes, part, w);
     }
   }
+  // `gated`: stores both sums of a panel of out.
+  __device__ __forceinline__ void keep_panel(int panel) {
+    if (!p.keep) return;
+    wait_for_stores();
+    stage_panel(staging, finished);
+    stage_panel(staging + kBufferBytes, finished + kTilePanels / 2 * kPanelWords);
+    const int row = before.row + panel_row(panel), column = before.column + panel_column(panel);
+    send([&] {
+      device::tensor_store(&maps.z, staging, {column, row});
+      device::tensor_store(&maps.up_z, staging + kBufferBytes, {column, row});
+    });
+  }
+  // Stores a panel whose parts are computed.
+  __device__ __forceinline__ void send_computed(int panel) {
+    const int row = before.row + panel_row(panel), column = before.column + panel_column(panel);
+    unsigned char* const result = staging + (kernel.reads() ? panel % kWarpBuffers : 1) * kBufferBytes;
+    send([&] {
+      if (kEpilogue == ProductEpilogue::activate && p.keep) device::tensor_store(&maps.z, staging, {column, row});
+      device::tensor_store(out, result, {column, row});
+    });
+    if (kEpilogue == ProductEpilogue::derivative && p.partials != nullptr) store_sums(result, row, column);
+  }
   // A panel of an epilogue without arithmetic, in two steps, each of which ends before the products of a stage do.
-  __device__ __forceinline__ void stage_panel(const uint32_t* w) {
-    unsigned char* const to = take_buffer();
-    stage(to, 0, w);
-    stage(to, 1, w + kHalfWords);
+  __device__ __forceinline__ void prepare_panel(const uint32_t* w) {
+    stage_panel(take_buffer(), w);
     device::fence_async_shared();
   }
   __device__ __forceinline__ void send_panel(int panel) {
@@ -252,28 +283,45 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     }
     __syncwarp(0xffffffffu);
   }
-  // The part of the finished tile that is due; nothing from kParts on.
-  __device__ __forceinline__ void store_part(int part) {
+  // The step of the finished tile that is due; nothing from kSteps on.
+  __device__ __forceinline__ void store_step(int step) {
     if constexpr (kernel.defers()) {
-      if (part >= kParts) return;
-      constexpr int kWords = kernel.computes() ? kHalfWords : 2 * kHalfWords;
-      const int chosen = kernel.computes() ? part : part / 2;
-      if (!kernel.computes() && part % 2 == 1) {
-        send_panel(chosen);
-        return;
+      if (step >= kSteps) return;
+      const int panel = step / kPanelSteps, turn = step % kPanelSteps;
+      if constexpr (kernel.computes()) {
+        if (kernel.reads() && turn == 0 && panel > 0) next_panel();  // here or below: where ptxas needs fewer copies
+        if (kernel.gated() && turn == 0)
+          keep_panel(panel);
+        else if (turn == kPanelSteps - 1)
+          send_computed(panel);
+        else
+          compute_part(panel, turn - kernel.gated());
+        if (!kernel.reads() && turn == kPanelSteps - 1) next_panel();
+      } else if (turn == 0) {
+        uint32_t w[kPanelWords];
+        choose<kTilePanels>(finished, panel, w);
+        prepare_panel(w);
+      } else {
+        send_panel(panel);
       }
-      uint32_t w[kWords];
-#pragma unroll
-      for (int i = 0; i < kParts * kHalfWords / kWords; ++i)
-        if (chosen == i) {
-#pragma unroll
-          for (int j = 0; j < kWords; ++j) w[j] = finished[i * kWords + j];
-        }
-      if constexpr (kernel.computes())
-        finish_half(part / 2, part % 2, w);
-      else
-        stage_panel(w);
     }
+  }
+  // The steps of the finished tile that are due while the products of stage `block` run.
+  __device__ __forceinline__ void store_steps(int& step, int block, int unit) {
+    for (; step < kDue && step < (block + 1) * pace >> 16; ++step) {
+      if (kernel.reads() && step == kSteps) {
+        wait_for_stores();
+        place_now(unit);
+#pragma unroll
+        for (int i = 0; i < kWarpBuffers; ++i) fetch(i, now);
+      } else {
+        store_step(step);
+      }
+    }
+  }
+  __device__ __forceinline__ void place_now(int unit) {
+    now = place.tile(unit);
+    now.row += group * (tile.rows / 2) + warp % 4 * 16;
   }
 
   // ---- a tile whose sums are complete
@@ -287,9 +335,10 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   }
   __device__ __forceinline__ void add_bias() {
     if constexpr (kernel.takes_bias()) {
-      if (p.bias == nullptr) return;
+      if (!p.biased<kernel>()) return;
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
+        if (kernel.gated() && (panel < kPanels / 2 ? p.bias : p.up_bias) == nullptr) continue;
         uint32_t bias[8];  // all loads before their use
         load_bias(panel, bias);
 #pragma unroll
@@ -337,13 +386,13 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     } else {
       add_bias();
 #pragma unroll
-      for (int panel = 0; panel < kParts / 2; ++panel) {
+      for (int panel = 0; panel < kTilePanels; ++panel) {
         const float* from = acc[panel / kPanels] + panel % kPanels * 32;
-        uint32_t* w = finished + (kernel.defers() ? panel * 2 * kHalfWords : 0);
+        uint32_t* w = finished + (kernel.defers() ? panel * kPanelWords : 0);
 #pragma unroll
-        for (int i = 0; i < 2 * kHalfWords; ++i) w[i] = device::pack<T>(from[2 * i], from[2 * i + 1]);
+        for (int i = 0; i < kPanelWords; ++i) w[i] = device::pack<T>(from[2 * i], from[2 * i + 1]);
         if constexpr (!kernel.defers()) {
-          stage_panel(w);
+          prepare_panel(w);
           send_panel(panel);
         }
       }
@@ -353,10 +402,10 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   __device__ __forceinline__ void store_last_tile() {
     unsigned char* const own = ring_memory();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      stage(own + part / 2 * kBufferBytes, part % 2, finished + part * kHalfWords);
+    for (int panel = 0; panel < kTilePanels; ++panel)
+      stage_panel(own + panel * kBufferBytes, finished + panel * kPanelWords);
     send([&] {
-      for (int panel = 0; panel < kParts / 2; ++panel)
+      for (int panel = 0; panel < kTilePanels; ++panel)
         device::tensor_store(out, own + panel * kBufferBytes,
                              {before.column + panel_column(panel), before.row + panel_row(panel)});
     });
@@ -415,7 +464,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
 
   __device__ __forceinline__ void run() {
     ProductShares<kernel.splits> shares(p, place.cluster, place.clusters);
-    int skip = kNothing;  // `finished` holds nothing yet
+    int skip = kNothing;                            // `finished` holds nothing yet
+    int step = kernel.reads() ? kSteps : kNothing;  // of an epilogue with arithmetic
     for (;;) {
       Share share{0, 0, p.blocks, 0};
       bool more = shares.next(&share);
@@ -430,30 +480,25 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       for (int block = 0; block < blocks; ++block) {
         device::mbarrier_wait(shared.full + ring.stage, ring.parity);
         multiply(ring.stage, block > 0);
-        if constexpr (kernel.computes()) store_part(skip + block);  // with two groups in flight
+        if constexpr (kernel.computes()) store_steps(step, block, share.unit);  // with two groups in flight
         device::wgmma_wait<1>();
         if (block > 0) release(previous);
         previous = ring.stage;
         ring.next();
-        if constexpr (!kernel.computes()) store_part(skip + block);
+        if constexpr (!kernel.computes()) store_step(skip + block);
       }
-      if (kernel.defers() && !kernel.computes() && !more) {
+      if constexpr (kernel.computes()) {
+        if (!more)
+          for (; step < kSteps; ++step) store_step(step);
+      } else if (kernel.defers() && !more) {
         if constexpr (kernel.defers())
           if (skip == 0) store_last_tile();
       } else {
-        for (int part = blocks; skip + part < kParts; ++part) store_part(skip + part);  // of a short sum
+        for (int part = blocks; skip + part < kSteps; ++part) store_step(skip + part);  // of a short sum
       }
-      if (more) {
-        now = place.tile(share.unit);
-        now.row += group * (tile.rows / 2) + warp % 4 * 16;
-      }
+      if (!kernel.reads() && more) place_now(share.unit);
       device::wgmma_wait<0>();
       if (!more) break;
-      if constexpr (kernel.reads()) {
-        wait_for_stores();
-#pragma unroll
-        for (int i = 0; i < kWarpBuffers; ++i) fetch(i, now);
-      }
       release(previous);
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m) device::hold(acc[m]);
@@ -475,6 +520,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         finish_tile(last);
       }
       skip = complete ? 0 : kNothing;
+      step = 0;
       __syncwarp(0xffffffffu);
     }
     if (lane == 0) device::bulk_wait_read<0>();

@@ -23,19 +23,29 @@ constexpr int kPanelBytes = kStageInner * kRowBytes;
 constexpr int kWarpBuffers = 2, kBufferBytes = 16 * kRowBytes;  // in which a warp stages 16 rows for their store
 constexpr int kBandUnits = 8;
 
+struct ProductMaps {
+  TensorMap a, b, out;
+  TensorMap z;         // kept by `activate` and `gated`, read by `residual` and `derivative`; else unused
+  TensorMap up, up_z;  // of `gated`
+};
+
 struct ProductArguments {
   int rows, columns;
   int blocks;     // stages of a sum
   int unit_rows;  // cluster tiles along each side
   int unit_columns;
-  int units, whole;  // of them, and how many are computed whole; the sums of the others are split
-  const void* bias;  // [columns], T; null: none
-  float* partials;   // [ceil(rows / 16), columns]: column sums of `derivative`; null: not wanted
-  float* sums;       // where sums are split: a tile for each share of a block
-  int* flags;        // likewise: the number of clusters that have begun, then a flag for each warp of each share
+  int units, whole;            // of them, and how many are computed whole; the sums of the others are split
+  const void *bias, *up_bias;  // [columns], T; null: none. The second: of `gated`
+  float* partials;             // [ceil(rows / 16), columns]: column sums of `derivative`; null: not wanted
+  float* sums;                 // where sums are split: a tile for each share of a block
+  int* flags;  // likewise: the number of clusters that have begun, then a flag for each warp of each share
   LinearActivation activation;
-  bool keep;  // z of `activate`
+  bool keep;  // z of `activate`, with up_z of `gated`
   bool add;   // `wide`: out is added to
+
+  template <ProductKernel kernel> __device__ __forceinline__ bool biased() const {
+    return bias != nullptr || (kernel.gated() && up_bias != nullptr);
+  }
 };
 
 // One variable, so that one register holds the address of everything in it.
@@ -172,7 +182,7 @@ template <ProductKernel kernel> struct ProductPlace {
     const int width = min(kBandUnits, p.unit_columns - first), rest = unit - first * p.unit_rows;
     const int row = rest / width, column = first + rest - row * width;
     return {(row * kernel.tile.cluster_rows + rank_row) * kernel.tile.rows,
-            (column * kernel.tile.cluster_columns + rank_column) * kernel.tile.columns};
+            (column * kernel.tile.cluster_columns + rank_column) * kernel.columns()};
   }
 };
 

@@ -11,7 +11,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
 
 from warpsmith._core import checks
+from warpsmith._core.main_grad import have_reduced
 from warpsmith._core.raw_step import rank_mean
+from warpsmith._core.tensor_list import is_dense
 from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.gradients.bucket_norms import BucketNorms
 from warpsmith.distributed.gradients.peer_memory import PeerMemory, peer_memory
@@ -56,8 +58,9 @@ def accurate_hook(  # type: ignore[misc]  # DDP reads these annotations, and wan
     Buckets of bfloat16 and float16 gradients travel in their own dtype, buckets of float64 are sent and summed in
     float64. float16 has no values above 65,504: a gradient beyond is infinite on the wire, which a loss scaler sees.
     Under ``no_sync()`` DDP calls no hook, so accumulated gradients are rounded and reduced once. Where a parameter has
-    a ``main_grad``, to which :func:`warpsmith.linear` and others add its gradient, that is averaged in place too,
-    behind its bucket.
+    a ``main_grad``, to which :func:`warpsmith.linear` and others add its gradient, that is averaged with the bucket, in
+    place of the parameter's gradient. What other ops gave the parameter is added to ``main_grad`` before, and
+    ``p.grad`` is left as zeros, or None.
 
     ``accurate_hook(keep_norm=True)`` is a hook that also sums the squares of each bucket right after its reduction.
     :func:`warpsmith.optim.clip_grad_norm_`, :func:`~warpsmith.optim.grad_norm`, :class:`warpsmith.amp.GradScaler` and
@@ -171,12 +174,42 @@ def _reduce(group: ProcessGroup | None, bucket: GradBucket, wire: torch.dtype, n
 def _average_bucket(
     bucket: GradBucket, group: ProcessGroup | None, wire: torch.dtype, norms: BucketNorms | None
 ) -> None:
-    _average(bucket.buffer(), group, wire)
+    params = bucket.parameters()
+    by_wire: dict[torch.dtype, list[Tensor]] = {}
+    for piece in _pieces(bucket, params):
+        sent_as = wire if piece.dtype == torch.float32 else piece.dtype
+        by_wire.setdefault(sent_as, []).append(piece)
+    for sent_as, pieces in by_wire.items():
+        _average(pieces, group, sent_as)
     if norms is not None:
         norms.take(bucket)
-    for p in bucket.parameters():
-        if isinstance(main_grad := getattr(p, "main_grad", None), Tensor):
-            _average(main_grad.as_strided((main_grad.numel(),), (1,)), group, wire)
+    if params and bucket.is_last():
+        have_reduced(params)
+
+
+def _pieces(bucket: GradBucket, params: list[Tensor]) -> list[Tensor]:
+    """What is to be averaged of a bucket: each main_grad, in the place of its parameter's gradient, and what lies
+    between. A main_grad takes what other ops gave the parameter as its gradient; without any, DDP has put zeros."""
+    buffer, found, begin, end = bucket.buffer(), [], 0, 0
+    if not any(isinstance(getattr(p, "main_grad", None), Tensor) for p in params):
+        return [buffer]
+    for p, gradient in zip(params, bucket.gradients(), strict=True):
+        main_grad = getattr(p, "main_grad", None)
+        if isinstance(main_grad, Tensor):
+            if begin < end:
+                found.append(buffer[begin:end])
+            begin = end + gradient.numel()
+            if not is_dense(main_grad) or main_grad.shape != p.shape or not main_grad.is_floating_point():
+                expected = f"dense floating point numbers {tuple(p.shape)}"
+                raise ValueError(
+                    f"accurate_hook: main_grad: expected {expected}, got {main_grad.dtype} {tuple(main_grad.shape)}"
+                )
+            if p.grad is not None:
+                main_grad.add_(gradient)
+                gradient.zero_()
+            found.append(main_grad.as_strided((main_grad.numel(),), (1,)))
+        end += gradient.numel()
+    return [*found, buffer[begin:end]] if begin < end else found
 
 
 @contextmanager
@@ -198,25 +231,31 @@ def side_stream(device: torch.device, wait_for_end: bool = True) -> Iterator[Cal
             end.record(side)
 
 
-def _average(gradients: Tensor, group: ProcessGroup | None, wire: torch.dtype) -> None:
-    """In place."""
+def _average(pieces: list[Tensor], group: ProcessGroup | None, sent_as: torch.dtype) -> None:
+    """In place, as if the vectors were one."""
     ranks = dist.get_world_size(group)
-    sent_as = wire if gradients.dtype == torch.float32 else gradients.dtype
-    count = gradients.numel()
+    sizes = [len(piece) for piece in pieces]
+    count = sum(sizes)
     part = -(-count // (ranks * _ALIGN_ELEMS)) * _ALIGN_ELEMS
-    whole = ranks == 2 and gradients.nbytes <= _MOST_WHOLE_BYTES
-    user = _USER_OF_WHOLE if whole else _USER
-    peers = peer_memory(group, gradients.device, user) if sent_as != torch.float64 else "float64"
-    if isinstance(peers, PeerMemory):
-        average_whole(gradients, peers, sent_as) if whole else average_by_peers(gradients, peers, sent_as, part)
+    whole = ranks == 2 and sum(piece.nbytes for piece in pieces) <= _MOST_WHOLE_BYTES
+    user, device = _USER_OF_WHOLE if whole else _USER, pieces[0].device
+    peers = peer_memory(group, device, user) if sent_as != torch.float64 else "float64"
+    if not isinstance(peers, str):
+        one = pieces[0] if len(pieces) == 1 else torch.empty(count, dtype=sent_as, device=device)
+        if len(pieces) > 1:
+            torch._foreach_copy_(one.split(sizes), pieces)
+        average_whole(one, peers, sent_as) if whole else average_by_peers(one, peers, sent_as, part)
+        if len(pieces) > 1:
+            torch._foreach_copy_(pieces, one.split(sizes))
         return
-    sent = torch.empty(ranks * part, dtype=sent_as, device=gradients.device)
-    sent[:count].copy_(gradients)
+    sent = torch.empty(ranks * part, dtype=sent_as, device=device)
+    places = sent[:count].split(sizes)
+    torch._foreach_copy_(places, pieces)
     sent[count:].zero_()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     _all_gather(sent, mean_in_rank_order(received.view(ranks, part)), group=group)
-    gradients.copy_(sent[:count])
+    torch._foreach_copy_(pieces, places)
 
 
 def average_whole(gradients: Tensor, peers: PeerMemory, sent_as: torch.dtype) -> None:

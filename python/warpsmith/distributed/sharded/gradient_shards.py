@@ -18,10 +18,12 @@ from warpsmith._core.gradient_sums import Joined, Sums, joined, sums_of
 from warpsmith._core.main_grad import reductions
 from warpsmith._core.raw_step import rank_mean
 from warpsmith._core.tensor_list import same_layout
+from warpsmith.distributed.agreement import require_agreement
 from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.gradients.hook import _all_gather, mean_in_rank_order, side_stream
 from warpsmith.distributed.gradients.peer_memory import PeerMemory, peer_memory
 from warpsmith.distributed.sharded.shards import Bucket, Fragment
+from warpsmith.ops._scaled_linear import in_fp8
 
 _OP = "ShardedOptimizer"
 IN_FLIGHT = 2  # buckets whose exchange may be under way; more would hold the memory of all gradients once more
@@ -86,6 +88,10 @@ class GradientShards:
         self.used = [True] * len(params)  # after a reduction: whether any rank has a gradient of the parameter
         self.nonfinite: Tensor | None = None  # after a reduction: 1 where any rank's gradients are not finite, else 0
         self._bucket_of = {param: n for n, bucket in enumerate(buckets) for param in bucket.params}
+        self._index_of = {id(p): i for i, p in enumerate(params)}
+        self._is_compared = False  # with other ranks
+        self._added: set[int] = set()  # parameters whose main_grad was added to since the last step or zero_grad
+        self._late: int | None = None  # one with a gradient under no_sync() after the reduction
         self.forget()
         this = weakref.ref(self)  # a parameter must not keep its optimizer alive
 
@@ -119,6 +125,12 @@ class GradientShards:
         self._waiting = [len(bucket.params) for bucket in self.buckets]
         self._next = 0
         self._in_flight: deque[_InFlight] = deque()
+        self._added.clear()
+        self._late = None
+
+    def adds_to_main_grad(self, param: Tensor) -> None:
+        """A backward adds to it now, and gives the parameter no gradient beside; torch calls its hook all the same."""
+        self._added.add(self._index_of[id(param)])
 
     def require_reduced(self, call: str) -> None:
         """Raises unless a backward has reduced the gradients, of parameters that are as they were. Takes the part of
@@ -127,7 +139,7 @@ class GradientShards:
             self._finish(without_backward=call)
         elif (changed := self._changed()) is not None:
             raise RuntimeError(f"{_OP}: {self._describe_change(self.rank, changed)}")
-        elif (late := next((i for i, p in enumerate(self.params) if self._is_late(i, p)), None)) is not None:
+        elif (late := next((i for i, p in enumerate(self.params) if self._is_late(i, p)), self._late)) is not None:
             raise RuntimeError(
                 f"{_OP}: rank {self.rank} of {self.world_size}: the gradient of {self.names[late]} was written to "
                 f"after it was reduced, which {call} would not see: clip by the optimizer's clip_grad_norm_() or a "
@@ -142,6 +154,8 @@ class GradientShards:
 
     def _arrived(self, index: int) -> None:
         if not self.synchronizing:
+            if self.phase == REDUCED:
+                self._late = index
             return
         if self.phase == REDUCED or index in self._arrived_params:
             raise RuntimeError(
@@ -174,8 +188,21 @@ class GradientShards:
                     "would reduce and step it a second time: give each parameter to one, and delete the other"
                 )
 
+    def _compare(self) -> None:
+        """Raises on all ranks where not all multiply the same layers in 8-bit floats. A collective, once."""
+        self._is_compared = True
+        layers = [(name, in_fp8.get(p, "no FP8")) for name, p in zip(self.names, self.params, strict=True)]
+        try:
+            require_agreement(_OP, lambda: layers, "call warpsmith.amp.fp8 alike on all ranks", self.group)
+        except ValueError:
+            self.forget()
+            self._is_compared = False
+            raise
+
     @torch.no_grad()
     def _send_next(self) -> None:
+        if not self._is_compared:
+            self._compare()
         bucket = self.buckets[self._next]
         self._next += 1
         if bucket.numel == 0:
@@ -259,17 +286,22 @@ class GradientShards:
     def _gradient(self, index: int) -> Tensor | None:
         """The elements of a parameter's gradient, and of its main_grad, in the order of the parameter's memory."""
         param, gradient = self.params[index], self.params[index].grad
-        if gradient is None or _place(param) != self._places[index]:  # the end of the backward reports it
+        main_grad = getattr(param, "main_grad", None)
+        alone = gradient is None and index in self._added and isinstance(main_grad, Tensor)
+        if (gradient is None and not alone) or _place(param) != self._places[index]:  # the backward's end reports it
             return None
-        if gradient.layout != torch.strided or gradient.dtype != param.dtype or gradient.shape != param.shape:
+        if gradient is not None and (
+            gradient.layout != torch.strided or gradient.dtype != param.dtype or gradient.shape != param.shape
+        ):
             dtype = str(param.dtype).removeprefix("torch.")
             got = f"{str(gradient.dtype).removeprefix('torch.')} {tuple(gradient.shape)} {gradient.layout}"
             raise ValueError(
                 f"{_OP}: gradient of {self.names[index]}: expected a dense {dtype} {tuple(param.shape)}, got {got}"
             )
+        if isinstance(main_grad, Tensor):
+            gradient = main_grad if gradient is None else gradient.detach() + main_grad
+        assert gradient is not None
         gradient = gradient.detach()
-        if isinstance(main_grad := getattr(param, "main_grad", None), Tensor):
-            gradient = gradient + main_grad
         if not same_layout(gradient, param) or gradient.is_neg():
             gradient = torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
         return flat(gradient)
@@ -302,7 +334,8 @@ class GradientShards:
         return joined([self.sums[f] for f, _ in present], [g for _, g in present], total_elems)
 
     def _finish(self, without_backward: str = "") -> None:
-        used = [p.grad is not None or i in self._arrived_params for i, p in enumerate(self.params)]
+        arrived = self._arrived_params | self._added
+        used = [p.grad is not None or i in arrived for i, p in enumerate(self.params)]
         while self._next < len(self.buckets):
             self._send_next()
         while self._in_flight:

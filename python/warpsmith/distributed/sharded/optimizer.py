@@ -67,7 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ``unscale_`` too, finds the same on all ranks. Divided and skipped steps are those of the optimizer's kernel.
 
     Where a parameter has a ``main_grad``, to which :func:`warpsmith.linear` and others add its gradient, the sum of
-    both is reduced, rounded once to what is sent.
+    it and of what other ops gave is reduced, rounded once to what is sent.
 
     Clip with :meth:`clip_grad_norm_` or ``warpsmith.amp.GradScaler.clip_``: other functions know only the fragments of
     this rank, or none.
