@@ -77,17 +77,18 @@ def batch_norm(
         >>> mean, var
         (tensor([0.2000]), tensor([1.1000]))
     """
-    checks.one_of("batch_norm", "activation", activation, (None, "relu"))
+    if activation is not None:
+        checks.one_of("batch_norm", "activation", activation, (None, "relu"))
     if isinstance(x, Tensor) and x.dim() > 2 and not torch.compiler.is_compiling():
         if x.stride(1) != 1 and x.shape[1] > 1 and x.is_contiguous():
             warnings.warn(NCHW, stacklevel=2)
     relu = activation is not None
     y, new_mean, new_var = function(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu)
     if training and running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            if new_mean.shape == running_mean.shape:  # traced
+        if new_mean.shape == running_mean.shape:  # traced
+            with torch.no_grad():
                 running_mean.copy_(new_mean)
                 running_var.copy_(new_var)
-            else:  # written by the op, which autograd has not seen
-                torch.autograd.graph.increment_version((running_mean, running_var))
+        else:  # written by the op, which autograd has not seen
+            torch.autograd.graph.increment_version((running_mean, running_var))
     return y
