@@ -22,9 +22,43 @@ template <class T> __device__ __forceinline__ float shift_of(const void* x, int6
   return fabsf(first) <= 1e18f ? first : 0.0f;
 }
 
-// Of differences from a channel's first value, a thread takes the mean over the 8 rows of a turn, then the squares
-// about that, and merges both into its own (Chan, Golub and LeVeque, 1979). No difference cancels, wherever the mean
-// lies.
+// Mean, sum of squared differences from it, and number of what a thread has seen of its channels.
+template <int N> struct Moments {
+  float mean[N] = {}, square[N] = {}, count = 0;
+};
+
+// Takes the first `rows` of the rows of a turn: of differences from a channel's first value their mean, then the
+// squares about that, merged into the moments before (Chan, Golub and LeVeque, 1979). No difference cancels, wherever
+// the mean lies. kWhole: all U rows are there.
+template <bool kWhole, class T, int N, int U>
+__device__ __forceinline__ void merge_turn(Moments<N>& m, const Packed<T, N> (&x)[U], const float (&shift)[N],
+                                           int rows) {
+  const float here = kWhole ? U : static_cast<float>(rows), reciprocal = 1.0f / here;
+  const float weight = here / (m.count + here), rest = 1.0f - weight, both = m.count * weight;
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    float d[U], part[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) part[u] = d[u] = kWhole || u < rows ? element<T, N>(x[u], k) - shift[k] : 0.0f;
+#pragma unroll
+    for (int width = U / 2; width > 0; width /= 2)
+#pragma unroll
+      for (int u = 0; u < width; ++u) part[u] += part[u + width];
+    const float of_turn = part[0] * reciprocal;
+    float about = 0;
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const float apart = d[u] - of_turn;
+      if (kWhole || u < rows) about = fmaf(apart, apart, about);
+    }
+    // Without rows before, weight is 1: their mean and squares are zeros. Infinities stay.
+    const float apart = m.count > 0 ? of_turn - m.mean[k] : 0.0f;
+    m.mean[k] = fmaf(of_turn, weight, m.mean[k] * rest);
+    m.square[k] += fmaf(apart * apart, both, about);
+  }
+  m.count += here;
+}
+
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNormResident)
     statistics(StatisticsParams p) {
   constexpr int U = BatchNormTogether::statistics;
@@ -33,7 +67,8 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
   WARPSMITH_SHARED(float, counts, kThreads);
   const Turns& t = p.turns;
   const Place<N> at(t);
-  float mean[N] = {}, square[N] = {}, shift[N] = {}, count = 0;
+  Moments<N> m;
+  float shift[N] = {};
   if (at.here) {
 #pragma unroll
     for (int k = 0; k < N; ++k) shift[k] = shift_of<T>(p.x, at.column + k);
@@ -42,44 +77,19 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
     const int64_t first = turn * t.rows_a_turn + at.row;
     Packed<T, N> x[U];
     load_rows<T, N>(x, p.x, p.x_stride, at.vector, first, at.rows_together, t.rows);
-    int left = 0;
-#pragma unroll
-    for (int u = 0; u < U; ++u) left += first + u * at.rows_together < t.rows;
-    if (left == 0) break;
-    const float here = static_cast<float>(left);
-    const float weight = here / (count + here), both = count * weight;
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      float part[U];
-#pragma unroll
-      for (int u = 0; u < U; ++u) part[u] = u < left ? element<T, N>(x[u], k) - shift[k] : 0.0f;
-#pragma unroll
-      for (int width = U / 2; width > 0; width /= 2)
-#pragma unroll
-        for (int u = 0; u < width; ++u) part[u] += part[u + width];
-      const float of_turn = part[0] / here;
-      float about = 0;
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        const float d = element<T, N>(x[u], k) - shift[k] - of_turn;
-        if (u < left) about = fmaf(d, d, about);
-      }
-      const float apart = of_turn - mean[k];
-      if (count == 0) {
-        mean[k] = of_turn;
-        square[k] = about;
-      } else {
-        mean[k] = fmaf(of_turn, weight, mean[k] * (1.0f - weight));  // infinities stay
-        square[k] += fmaf(apart * apart, both, about);
-      }
+    if (first + (U - 1) * at.rows_together < t.rows) {
+      merge_turn<true, T, N>(m, x, shift, U);
+    } else {
+      int rows = 0;
+      while (first + rows * at.rows_together < t.rows) ++rows;
+      if (rows > 0) merge_turn<false, T, N>(m, x, shift, rows);
     }
-    count += here;
   }
-  if (at.lane == 0) counts[at.row] = count;
+  if (at.lane == 0) counts[at.row] = m.count;
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    means[threadIdx.x * N + k] = mean[k];
-    squares[threadIdx.x * N + k] = square[k];
+    means[threadIdx.x * N + k] = m.mean[k];
+    squares[threadIdx.x * N + k] = m.square[k];
   }
   __syncthreads();
   const int width = t.lanes * N;
