@@ -169,6 +169,7 @@ SPEC = OpSpec(
     gradcheck_cases=[Case((2, 2, 2, 3), FP64, options=o) for o in EVERY],
     repeated_cases=[Case((9, 31, 29, 40), FP32, options=ALL)],
     redraw=enough_values,
+    random_cases=2000,
     one_element=False,
     opcheck={
         raw.batch_norm.default: raw_forward,
