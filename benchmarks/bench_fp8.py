@@ -78,11 +78,11 @@ def of_torchao(layer, recipe, options):
 
 
 def step_of(layer, x, dy):
-    """Forward and all gradients, of a weight that a step has changed."""
+    """Forward and all gradients, of a weight that a step has changed and of an x that no layer has cast."""
     weight = next(layer.parameters())
 
     def step():
-        torch.autograd.graph.increment_version(weight)
+        torch.autograd.graph.increment_version([weight, x])
         x.grad = None
         for p in layer.parameters():
             p.grad = None

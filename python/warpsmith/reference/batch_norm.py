@@ -25,9 +25,9 @@ def batch_norm(
         mean = wide.mean(dims)
         squares = (wide - _channels(mean, x)).square().sum(dims)
         rows = x.numel() // max(1, x.shape[1])
-        var = squares / rows
+        var = squares / torch.full_like(squares, rows)  # by a number CUDA multiplies by the reciprocal
         if running_mean is not None and running_var is not None and x.numel():
-            for running, value in ((running_mean, mean), (running_var, squares / (rows - 1))):
+            for running, value in ((running_mean, mean), (running_var, squares / torch.full_like(squares, rows - 1))):
                 old = running.to(wide.dtype)
                 running.copy_((old * (1 - momentum) + value.detach() * momentum).to(running.dtype))
     else:
