@@ -184,3 +184,17 @@ def test_a_linear_layer_of_ours_does_what_its_options_say(family, projection, op
     assert found.keys() == expected.keys()
     for n, a in expected.items():
         torch.testing.assert_close(found[n], a, rtol=1e-3, atol=1e-4)
+
+
+def test_a_layer_multiplies_by_our_products_where_they_may_pay(monkeypatch):
+    """The same bits on the CPU, where the op's products are torch's."""
+    model = model_of("llama", torch.bfloat16)
+    with patch(model):
+        expected = loss_and_gradients(model)
+        with monkeypatch.context() as patched:
+            asked = []
+            patched.setattr("warpsmith.ops._linear.may_pay", lambda *of: bool(asked.append(of) or True))
+            found = loss_and_gradients(model)
+    assert len(asked) >= 2 * 7  # of a layer: forward of six at least, input gradients of two
+    for a, b in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))

@@ -306,6 +306,8 @@ def test_the_plan_says_which_product_is_ours(change, found):
         ({"activation": "gelu_tanh", "dtype": "float16"}, True),
         ({"product": "input_gradient"}, True),
         ({"product": "input_gradient", "out_features": 16384}, False),
+        ({"derivative": True, "activation": "gelu_tanh"}, True),
+        ({"op": "gated_linear", "activation": "silu"}, True),
         ({"product": "weight_gradient"}, False),
         ({"product": "main_grad"}, False),
         ({"rows": 1024}, False),
@@ -315,7 +317,7 @@ def test_the_plan_says_which_product_is_ours(change, found):
 )
 def test_our_product_runs_where_it_was_measured_to_pay(change, is_ours):
     sizes = {"rows": 8192, "in_features": 2048, "out_features": 3072}
-    assert (warpsmith.plan("linear", **{**sizes, **change})["path"] == "own") == is_ours
+    assert (warpsmith.plan(**{"op": "linear", **sizes, **change})["path"] == "own") == is_ours
 
 
 @pytest.mark.gpu

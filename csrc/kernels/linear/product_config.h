@@ -123,25 +123,28 @@ constexpr const ProductKernel* find_product(const ProductKernel& wanted) {
 
 // Where our product was faster than the library's on an H200 on 2026-11-28, cuBLAS 13.1, ten shapes of Llama and GPT-2
 // from 34 to 1,100 G multiplications on (docs/design/linear.md): forward 0.99 to 1.07, mean 1.02; input gradient 0.98
-// to 1.09, below 1 only where 16,384 and more terms are summed; with a residual 1.04 to 1.42; with an activation and
-// the pre-activation 1.01 to 1.07 of cuBLASLt's epilogue, without it 0.95 to 1.00. The weight gradient is as fast.
-// Parts of a card, and Hopper cards with few multiprocessors, have not been measured.
+// to 1.09, below 1 only where 16,384 and more terms are summed; with a residual 1.04 to 1.32; with an activation and
+// the pre-activation 1.00 to 1.07 of cuBLASLt's epilogue, without it 0.93 to 1.02; gated 1.02 to 1.29, kept 1.00 to
+// 1.12; behind a derivative 1.00 to 1.13. The weight gradient is as fast. Parts of a card, and Hopper cards with few
+// multiprocessors, have not been measured.
 constexpr const char* product_does_not_pay(const ProductProblem& p) {
   if (p.multiprocessors < 100) return "the library's product: ours was measured on whole cards alone";
   if (double(p.rows) * double(p.columns) * double(p.inner) < 3e10)
     return "the library's product: ours was not measured below 3e10 multiplications";
   switch (p.epilogue) {
-    case ProductEpilogue::residual: return nullptr;
+    case ProductEpilogue::residual:
+    case ProductEpilogue::gated:
+    case ProductEpilogue::derivative: return nullptr;
     case ProductEpilogue::activate:
       return p.rival ? "the library's product: its epilogue without the pre-activation is faster than ours" : nullptr;
     case ProductEpilogue::store:
-      if (p.layout == ProductLayout::tn) return "the library's product: ours is no faster for a weight's gradient";
+      if (p.layout == ProductLayout::tn) break;
       return p.layout == ProductLayout::nn && p.inner >= 16384
                  ? "the library's product: ours is no faster for an input's gradient of so many terms"
                  : nullptr;
-    case ProductEpilogue::wide: return "the library's product: ours is no faster for a weight's gradient";
-    default: return "the library's product: ours was not measured with this epilogue";
+    case ProductEpilogue::wide: break;
   }
+  return "the library's product: ours is no faster for a weight's gradient";
 }
 
 // Forward and input gradient: 128 x 256 was the best tile or within 0.7 % of it everywhere. The weight gradient has few

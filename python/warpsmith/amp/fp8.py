@@ -16,12 +16,11 @@ from warpsmith._core import checks
 from warpsmith._core.library import raw
 from warpsmith._core.modules import stock
 from warpsmith.amp.fp8_ranks import group_of_forward, require_same_layers
-from warpsmith.ops._linear import LINEAR, under_autocast
+from warpsmith.ops._linear import LINEAR, capability, under_autocast
 from warpsmith.ops._scaled_linear import (
     Fp8Recipe,
     Fp8State,
     as_recipe,
-    capability,
     forget,
     in_fp8,
     is_emulated,

@@ -10,6 +10,7 @@ from torch import Tensor
 from warpsmith._core.library import call_raw, is_batched, raw
 from warpsmith.ops import _norm_linears
 from warpsmith.ops._activation import gradient_in_place_of, may_overwrite
+from warpsmith.ops._linear import input_product, product
 
 
 def fits(gate: Tensor, up: Tensor, weight: Tensor) -> bool:
@@ -28,7 +29,7 @@ class _ActivatedLinear(torch.autograd.Function):
         ctx.save_for_backward(gate, up, weight)
         ctx.op, ctx.extra = op, extra
         h = call_raw(getattr(raw, op + "_forward").default, gate, up, True, *extra)
-        return torch.nn.functional.linear(h, weight)
+        return product(h, weight, None)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -42,7 +43,7 @@ class _ActivatedLinear(torch.autograd.Function):
             dgate, dup, *rest = torch.autograd.grad(out, wanted, dout, create_graph=twice)
             return dgate, dup, rest[0] if rest else None, None, None
         rows = dout.reshape(-1, dout.shape[-1])
-        h = rows.mm(weight).view(gate.shape)
+        h = input_product(rows, weight).view(gate.shape)
         call_raw(getattr(raw, ctx.op + "_backward_with_output_").default, h, gate, up, *ctx.extra)
         dweight = rows.t().mm(h.view(-1, h.shape[-1])) if ctx.needs_input_grad[2] else None
         return gradient_in_place_of(gate), gradient_in_place_of(up), dweight, None, None

@@ -78,6 +78,28 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def may_pay(x: Tensor, weight: Tensor) -> bool:
+    """Whether our own product of a layer may be faster than torch's."""
+    if not x.is_cuda or x.dtype.itemsize != 2 or x.numel() * weight.numel() < _OWN_PAYS * x.size(-1):
+        return False
+    return capability(x.device) == (9, 0)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear``, by our own product where that may pay, for the forward of an autograd.Function."""
+    if not may_pay(x, weight):
+        return torch.nn.functional.linear(x, weight, bias)
+    return call_raw(raw.linear_inference.default, x, None, weight, bias, None, 0)
+
+
+def input_product(dy: Tensor, weight: Tensor) -> Tensor:
+    """``dy.mm(weight)`` likewise, for its backward."""
+    if not may_pay(dy, weight):
+        return dy.mm(weight)
+    wanted = True, False, False
+    return call_raw(_raw_linear_backward, dy, None, weight, None, dy.new_empty(0), 0, None, *wanted)[0]
+
+
 def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether torch's own layer, where it takes the operands, computes the same as ``linear`` without activation,
     residual and main_grad, in less of the host's time: products are torch's in both, but ours are the gradients of the
@@ -90,7 +112,7 @@ def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if bias is not None:
         if type(bias) not in PLAIN or bias.dtype != dtype or bias.dim() != 1 or bias.size(0) != weight.size(0):
             return False
-    if dtype.itemsize == 2 and x.is_cuda and x.numel() * weight.size(0) >= _OWN_PAYS and capability(x.device) == (9, 0):
+    if may_pay(x, weight):
         return False
     if not torch.is_grad_enabled():
         return True

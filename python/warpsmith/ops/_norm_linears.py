@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from warpsmith._core.library import call_raw, is_batched, raw
+from warpsmith.ops._linear import input_product, product
 from warpsmith.ops.norm import rms_norm
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -67,7 +68,7 @@ class _NormLinears(torch.autograd.Function):
         if not any(ctx.needs_input_grad[:2]):
             s = s.detach()
             ctx.mark_non_differentiable(s)
-        return s, *(torch.nn.functional.linear(y, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        return s, *(product(y, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, ds: Tensor | None, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -90,7 +91,8 @@ class _NormLinears(torch.autograd.Function):
         ]
         if not used or not (want_x or want_residual or want_norm):
             return ds if want_x else None, ds if want_residual else None, None, None, None, *dweights
-        dy = used[0][0].mm(used[0][1])
+        dout, w = used[0]
+        dy = dout.mm(w) if twice or is_batched(dout) else input_product(dout, w)
         for dout, w in used[1:]:
             dy = torch.addmm(dy, dout, w) if twice or is_batched(dout) else dy.addmm_(dout, w)
         dy = dy.view(y.shape)
