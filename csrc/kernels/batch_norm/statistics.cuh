@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads) finish_statistics(FinishStatisticsPa
   const int part = static_cast<int>(threadIdx.x) / kItems;
   const int64_t column = int64_t{blockIdx.x} * kItems + threadIdx.x % kItems;
   const bool here = column < p.columns;
-  double mean = 0, var = 0;
+  double mean = 0, var = 0, squares = 0;
   const double rows = static_cast<double>(p.rows);
   if (p.means) {
     const auto count_of = [&](int64_t s) { return static_cast<double>(p.slice_rows.of(s)); };
@@ -160,7 +160,8 @@ __global__ void __launch_bounds__(kThreads) finish_statistics(FinishStatisticsPa
       const double apart = device::load(p.means + s * p.columns + column) - mean;
       sum += count_of(s) * apart * apart + device::load(p.squares + s * p.columns + column);
     }
-    var = sum_of_parts(sum, second_scratch) / rows;
+    squares = sum_of_parts(sum, second_scratch);
+    var = squares / rows;
     if (here && part == 0) mean += shift_as(p.x, p.x_dtype, column);
   } else if (here && part == 0) {
     mean = load_as(p.running_mean, p.dtype, column);
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(kThreads) finish_statistics(FinishStatisticsPa
              __fadd_rn(device::rounded_product(p.keep, old), device::rounded_product(p.momentum, value)));
   };
   update(p.running_mean, p.new_mean, static_cast<float>(mean));
-  update(p.running_var, p.new_var, static_cast<float>(var * (rows / (rows - 1))));
+  update(p.running_var, p.new_var, static_cast<float>(squares / (rows - 1)));
 }
 
 }  // namespace warpsmith::batch_norm
