@@ -53,12 +53,11 @@ def layer_of(shape, device):
     return nn.Linear(k, n, device=device, dtype=dtype)
 
 
-def converted(layer, recipe):
-    """A copy that multiplies by a recipe, behind one step: then delayed scales are known."""
+def converted(layer, recipe, x, dy):
+    """A copy that multiplies by a recipe, behind a step of the same values: delayed scales are theirs."""
     layer = nn.Sequential(copy.deepcopy(layer))
     done = warpsmith.amp.fp8(layer, recipe)
-    x = torch.randn(64, layer[0].in_features, device=layer[0].weight.device, dtype=layer[0].weight.dtype)
-    layer(x).float().square().mean().backward()
+    layer(x).backward(dy)
     done.update()
     return layer
 
@@ -98,7 +97,7 @@ def layers(device, options):
         x, dy = leaves(device, (m, k), (m, n))
         dy, layer = dy.detach(), layer_of(shape, device)
         for name, recipe in RECIPES.items():
-            made = {OURS: converted(layer, recipe)} if options.samples else {}
+            made = {OURS: converted(layer, recipe, x, dy)} if options.samples else {}
             plain = copy.deepcopy(layer)
             made[BF16] = lambda x, plain=plain: warpsmith.linear(x, plain.weight, plain.bias)
             if name in TORCHAO and device == "cuda":

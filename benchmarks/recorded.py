@@ -52,16 +52,22 @@ def load(folder: Path = FOLDER) -> list[Recording]:
 
 
 def newest(recordings: Iterable[Recording], history: tuple[str, ...] = ()) -> list[Recording]:
-    """The recordings with those of their rows that no newer one of the GPU, device and op replaces."""
+    """The recordings with those of their rows that no newer one of the GPU, device and op replaces. Rows of the host's
+    time are those of another benchmark."""
     seen: set[tuple[str, str, str]] = set()
     found = []
     for facts, rows in _newest_first(recordings):
-        keys = [(facts["gpu"], row["device"], SHARED.get(row["op"], row["op"])) for row in rows]
+        keys = [(facts["gpu"], row["device"], _benchmark_of(row)) for row in rows]
         found.append(
             Recording(facts, [row for row, key in zip(rows, keys, strict=True) if key not in seen or key[2] in history])
         )
         seen |= set(keys)
     return found
+
+
+def _benchmark_of(row: Row) -> str:
+    op = SHARED.get(row["op"], row["op"])
+    return f"{op}, host" if row["direction"].startswith("host") else op
 
 
 def _newest_first(recordings: Iterable[Recording]) -> list[Recording]:
