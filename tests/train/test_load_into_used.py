@@ -180,12 +180,14 @@ class Sampled(Alone):
         return [first, drawn, self.object.state_dict(), self.object.epoch, len(self.object)]
 
 
+IMAGES = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(3)).to(memory_format=torch.channels_last)
 X, HEADS, LABELS = torch.ones(2, 3, 8), torch.ones(2, 3, 2, 8), torch.tensor([[1, 2, 0], [0, 1, 2]])
 ANGLES = (torch.ones(3, 4), torch.ones(3, 4))
 MODULES = {  # arguments of the constructor and of a call
     "AddLayerNorm": ((8,), (X, X)),
     "AddRMSNorm": ((8,), (X, X)),
     "Attention": ((16, 2, 1), (torch.ones(2, 3, 16),)),
+    "BatchNorm2d": ((3,), (IMAGES,)),
     "BiasGELU": ((8,), (X,)),
     "CrossEntropyLoss": ((torch.rand(8),), (X.flatten(0, 1), LABELS.flatten())),
     "DropoutAdd": ((0.1,), (X, X)),
