@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 from warpsmith.integrations.transformers import patch, register  # noqa: E402
+from warpsmith.train import sync_audit  # noqa: E402
 
 from tests.dispatched import Copies  # noqa: E402
 
@@ -198,17 +199,19 @@ def test_autocast(family):
 
 
 def copies(model, inputs):
-    """How many tensors of activations torch copies, forward and backward."""
+    """How many tensors of activations torch copies, forward and backward, and how often the host waits."""
     with Copies(TOKENS.numel() * 16) as forward:
         loss = model(**inputs).loss
     with Copies(TOKENS.numel() * 16) as backward:
         loss.backward()
-    return len(forward.found), len(backward.found)
+    with sync_audit("cpu") as audit:
+        model(**inputs).loss.backward()
+    return len(forward.found), len(backward.found), audit.total
 
 
 @pytest.mark.parametrize("implementation", ["eager", "warpsmith"])
 @pytest.mark.parametrize("family", ALL)
-def test_a_patched_model_copies_no_more_than_as_it_was(family, implementation):
+def test_a_patched_model_copies_and_waits_no_more_than_as_it_was(family, implementation):
     register()
     model, inputs = small_model(family, implementation), inputs_of(family)
     expected = copies(model, inputs)

@@ -1,5 +1,6 @@
 """Every argument of every public op has its meaning, alone and beside each other one: with another value, outputs and
-gradients change, and are those of the op's definition in ``warpsmith.reference``."""
+gradients change, and are those of the op's definition in ``warpsmith.reference``. The host waits
+for none of it, and it does not matter of which device and dtype torch makes tensors unless it is told."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import warpsmith
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from warpsmith import reference
+from warpsmith.train import sync_audit
 
+from tests.dispatched import other_defaults
 from tests.ops.public_calls import CLASSES, NAMES, TOKENS, WIDTH, arguments_of, floating_of
 
 OTHER = dict.fromkeys(("eps", "softmax_scale", "label_smoothing", "z_loss", "weight_offset", "momentum"), 0.25)
@@ -109,7 +112,11 @@ def result(function, name: str, given: dict) -> list[Tensor]:
     found = [t for t in tree_leaves(function(**given)) if isinstance(t, Tensor)]
     found = found[:1] if name.endswith("cross_entropy") else found
     if learned:
-        loss = sum((t * torch.arange(1.0, 1 + t.numel()).view(t.shape).cos()).sum() for t in found if t.requires_grad)
+        loss = sum(
+            (t * torch.arange(1, 1 + t.numel(), device=t.device).to(t.dtype).view(t.shape).cos()).sum()
+            for t in found
+            if t.requires_grad
+        )
         found += [t for t in torch.autograd.grad(loss, learned, allow_unused=True) if t is not None]
     written = [given[k] for k in ("params", "running_mean", "running_var", "exp_avgs", "exp_avg_sqs") if k in given]
     return [t.detach() for t in (*found, *tree_leaves(written)) if t is not None]
@@ -128,6 +135,11 @@ def test_each_argument_alone_and_in_pairs(name):
     for options in changes:
         given = base | {o: others[o] for o in options}
         found[options] = result(getattr(warpsmith, name), name, given)
+        if len(options) < 2:
+            with sync_audit("cpu") as audit, other_defaults():
+                again = result(getattr(warpsmith, name), name, given)
+            assert audit.total == 0, f"{options}: {audit}"
+            assert all(map(torch.equal, again, found[options])), options
         expected = result(getattr(reference, name), name, given)
         torch.testing.assert_close(found[options], expected, msg=lambda m, o=options: f"{o}: {m}")
     for options in filter(None, found):
