@@ -92,6 +92,40 @@ def test_one_rule_of_defaults():
     assert asked == set(MODULES)
 
 
+def of_one_meaning():
+    """Pairs of public functions and classes that take the same arguments."""
+    for room in ("nn", "optim", "amp"):
+        ours, theirs = getattr(warpsmith, room), getattr(torch, room)
+        yield from ((getattr(ours, name), getattr(theirs, name)) for name in ours.__all__ if hasattr(theirs, name))
+    yield warpsmith.optim.clip_grad_norm_, torch.nn.utils.clip_grad_norm_
+    for name in filter(str.islower, warpsmith.ops.__all__):
+        yield getattr(warpsmith, name), getattr(warpsmith.reference, name)
+        for prefix in ("context_parallel_", "vocab_parallel_"):
+            if hasattr(warpsmith.distributed, prefix + name):
+                yield getattr(warpsmith, name), getattr(warpsmith.distributed, prefix + name)
+    snake = {
+        re.sub("(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name): name
+        for name in warpsmith.nn.__all__
+        if name != "functional"
+    }
+    modules = {key.lower(): getattr(warpsmith.nn, name) for key, name in snake.items()}
+    yield from ((modules[name], getattr(warpsmith, name)) for name in modules.keys() & set(warpsmith.ops.__all__))
+
+
+def test_a_default_is_the_same_wherever_an_argument_is():
+    flags = {"bias", "sink", "causal"}  # of modules; tensors of their ops
+    count = 0
+    for a, b in of_one_meaning():
+        ours, other = ({k: v for k, v in defaults(f).items() if v is not inspect.Parameter.empty} for f in (a, b))
+        shared = ours.keys() & other.keys() - flags
+        assert {k: ours[k] for k in shared} == {k: other[k] for k in shared}, (a, b)
+        count += len(shared)
+    assert count > 200
+    of_lion, of_lamb = defaults(warpsmith.optim.Lion), defaults(warpsmith.optim.LAMB)
+    assert [of_lion[k] for k in ("lr", "betas", "weight_decay", "maximize", "seed")] == [1e-4, (0.9, 0.99), 0, False, 0]
+    assert [of_lamb[k] for k in ("lr", "betas", "eps", "weight_decay")] == [1e-3, (0.9, 0.999), 1e-6, 0.01]
+
+
 def test_the_rule_of_defaults_holds_in_cpp():
     headers = Path(__file__).resolve().parents[1] / "csrc/include/warpsmith"
     text = "".join((headers / f"{name}.h").read_text(encoding="utf-8") for name in ("norm", "activation", "rope"))

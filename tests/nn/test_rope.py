@@ -87,7 +87,6 @@ SCALINGS = {
     "yarn": {"rope_type": "yarn", "factor": 4.0},
     "yarn, another ramp": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, "beta_slow": 2, "truncate": False},
     "yarn, a ramp that ends behind the last pair": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-8},
-    "yarn, no ramp": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2, "beta_slow": 2, "truncate": False},
     "yarn, a factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25},
     "yarn, mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.0},
 }

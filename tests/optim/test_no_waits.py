@@ -114,7 +114,10 @@ def test_what_is_made_is_like_what_is_given(name):
         torch.manual_seed(0)
         params = parameters(dtype_of(STORED[name]) if name in STORED else torch.float32)
         part = and_loaded(STORED[name], params) if name in STORED else PARTS[name](params)
+        for p in params if results else ():
+            p.grad.requires_grad_()  # as of a backward with create_graph
         with surroundings():
             found = [*(part() or ()), *(part() or ())]
         results.append([*(p.detach() for p in params), *(t for t in found if isinstance(t, torch.Tensor))])
+        assert not any(t.requires_grad for t in results[-1])
     assert all(map(bitwise_equal, *results))
