@@ -96,7 +96,8 @@ def of_one_meaning():
     """Pairs of public functions and classes that take the same arguments."""
     for room in ("nn", "optim", "amp"):
         ours, theirs = getattr(warpsmith, room), getattr(torch, room)
-        yield from ((getattr(ours, name), getattr(theirs, name)) for name in ours.__all__ if hasattr(theirs, name))
+        shared = [name for name in ours.__all__ if hasattr(theirs, name) and name != "functional"]
+        yield from ((getattr(ours, name), getattr(theirs, name)) for name in shared)
     yield warpsmith.optim.clip_grad_norm_, torch.nn.utils.clip_grad_norm_
     for name in filter(str.islower, warpsmith.ops.__all__):
         yield getattr(warpsmith, name), getattr(warpsmith.reference, name)

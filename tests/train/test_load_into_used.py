@@ -258,7 +258,8 @@ def runs_of(name, kind):
     for precision in ("8bit", "master", "bf16_kahan", "bf16_sr", "remainder"):
         stored = {k: v for k, v in more.items() if k != "amsgrad"} | {"precision": precision}
         with contextlib.suppress(ValueError):  # of a class without it
-            runs.append(lambda made=Training(kind, **stored), stored=stored: type(made)(kind, **stored))
+            Training(kind, **stored)
+            runs.append(lambda stored=stored: Training(kind, **stored))
     return runs
 
 
