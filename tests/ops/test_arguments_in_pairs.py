@@ -25,19 +25,11 @@ OTHER |= {"reduction": "sum", "causal_align": "top_left", "position_offset": tor
 OTHER |= {"interleaved": True, "maximize": True}
 # How an op computes, where, and what else it gives: the laws of the ops ask for these.
 HOW = {"deterministic", "inplace", "inplace_backward", "check_labels", "return_stats", "return_lse", "max_chunk_bytes"}
-HOW |= {
-    "max_bytes",
-    "dw_dtype",
-    "save_logits",
-    "main_grad",
-    "main_grads",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "layout",
-    "found_inf",
-    "kv_heads",
-}
+HOW |= {"max_bytes", "dw_dtype", "save_logits", "main_grad", "main_grads", "max_seqlen_q", "max_seqlen_k", "layout"}
+HOW |= {"kv_heads", "found_inf", "mode", "process_group", "sharding", "max_seqlen"}
 OF_8_BITS = {"dequantize_fp8", "quantize_fp8", "scaled_linear"}
+# Functions of several ranks, here on one: by name the op that they compute.
+ON_RANKS = {n: n.split("_parallel_")[-1] for n in warpsmith.distributed.__all__ if "_parallel_" in n}
 
 # What an argument needs that it may say something: another one changed, or not.
 ONLY = {"momentum": ("training", True), "causal_align": ("causal", False)}
@@ -48,15 +40,21 @@ def rows(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def function_of(name: str):
+    return getattr(warpsmith.distributed if name in ON_RANKS else warpsmith, name)
+
+
 def base_of(name: str) -> dict:
     """A call in which each argument has something to change: sequences of other lengths, and more keys than queries."""
-    base = arguments_of(name)
+    base = arguments_of(ON_RANKS.get(name, name))
     angles = torch.outer(torch.arange(2.0 * TOKENS), torch.linspace(0.3, 1, WIDTH // 2)).double()
     offsets = torch.tensor([0, 2, TOKENS], dtype=torch.int32)
     if "cos" in base:
         base |= {"cos": angles.cos(), "sin": angles.sin(), "cu_seqlens": offsets}
-    if "seed" in inspect.signature(getattr(warpsmith, name)).parameters:
+    if "seed" in inspect.signature(function_of(name)).parameters:
         base["seed"] = torch.tensor([1, 2])
+    if name == "context_parallel_attention":
+        base |= {"causal": True, "dropout_p": 0.25, "mode": "ulysses"}
     if name.startswith("attention"):
         base |= {
             "causal": True,
@@ -78,11 +76,11 @@ def others_of(name: str, base: dict) -> dict:
     }
     tensors |= {"sink": rows(heads), "class_weight": rows(CLASSES).abs(), "residual": rows(TOKENS, CLASSES)}
     tensors |= {"gate_bias": rows(CLASSES), "up_bias": rows(CLASSES), "grad_scale": torch.tensor(4.0)}
-    tensors |= {"found_inf": torch.tensor(1.0), "max_exp_avg_sqs": [rows(TOKENS, WIDTH).square() + 3], "up": None}
+    tensors |= {"max_exp_avg_sqs": [rows(TOKENS, WIDTH).square() + 3], "up": None}
     found = {}
-    for option, parameter in inspect.signature(getattr(warpsmith, name)).parameters.items():
+    for option, parameter in inspect.signature(function_of(name)).parameters.items():
         value = base.get(option)
-        if option in HOW:
+        if option in HOW or (name in ON_RANKS and option == "cu_seqlens"):
             continue
         if isinstance(value, Tensor) and value.is_floating_point():
             found[option] = value + rows(*value.shape, seed=5).abs()
@@ -126,21 +124,27 @@ def differs(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) != len(b) or any(s.shape != t.shape or not torch.allclose(s, t) for s, t in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in OF_8_BITS])
-def test_each_argument_alone_and_in_pairs(name):
+@pytest.fixture(scope="module")
+def one_rank():
+    with warpsmith.distributed.init(device="cpu"):
+        yield
+
+
+@pytest.mark.parametrize("name", [*(n for n in NAMES if n not in OF_8_BITS), *ON_RANKS])
+def test_each_argument_alone_and_in_pairs(name, one_rank):
     base = base_of(name)
     others = others_of(name, base)
     changes = [(), *((o,) for o in others), *combinations(others, 2)]
     found = {}
     for options in changes:
         given = base | {o: others[o] for o in options}
-        found[options] = result(getattr(warpsmith, name), name, given)
-        if len(options) < 2:
+        found[options] = result(function_of(name), name, given)
+        if len(options) < 2 and name not in ON_RANKS:
             with sync_audit("cpu") as audit, other_defaults():
-                again = result(getattr(warpsmith, name), name, given)
+                again = result(function_of(name), name, given)
             assert audit.total == 0, f"{options}: {audit}"
             assert all(map(torch.equal, again, found[options])), options
-        expected = result(getattr(reference, name), name, given)
+        expected = result(getattr(reference, ON_RANKS.get(name, name)), name, given)
         torch.testing.assert_close(found[options], expected, msg=lambda m, o=options: f"{o}: {m}")
     for options in filter(None, found):
         for said, beside in zip(options, (options[1:], options[:1]) if options[1:] else ((),), strict=True):
