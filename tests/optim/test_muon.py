@@ -69,8 +69,8 @@ OPTIONS = [
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_steps_obey_the_law_beside_torchs(options, dtype, device):
-    """From equal parameters and buffers, over all shapes together. Without Nesterov torch normalises a 16-bit buffer in its place, and goes on
-    with that; so there its first step alone is compared."""
+    """From equal parameters and buffers, over all shapes together. Without Nesterov torch normalises a bfloat16 buffer
+    in its place, and goes on with that; so there its first step alone is compared."""
     ours, theirs = (matrices(dtype, device=device) for _ in range(2))
     given = {"lr": 0.02} | options
     a, b = warpsmith.optim.Muon(ours, **given), torch.optim.Muon(theirs, **given)
