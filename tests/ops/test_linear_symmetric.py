@@ -9,7 +9,6 @@ import pytest
 import torch
 import warpsmith
 from warpsmith import reference
-from warpsmith.ops import _linear_symmetric
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 from warpsmith.testing.sim import is_loaded, launches, torch_device
 
@@ -109,7 +108,7 @@ def test_products_that_are_known_to_be_symmetric(device, own, dtype, shape):
         OPS._own_product(own)
     try:
         for addend in (None, z):
-            got = _linear_symmetric.product(x, y, addend, alpha, beta)
+            got = OPS.symmetric_product(x, y, addend, alpha, beta)
             right, plain = alpha * x.double() @ y.double().mT, alpha * (x @ y.mT)
             if addend is not None:
                 right, plain = right + beta * z.double(), plain + beta * z

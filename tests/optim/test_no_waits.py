@@ -10,7 +10,7 @@ import torch
 import warpsmith
 from warpsmith.train import sync_audit
 
-from tests.optim.optimizers import FULL, LAMB, LION
+from tests.optim.optimizers import FULL, LAMB, LION, Options
 
 ORDERS = (1, 2, math.inf)
 
@@ -58,7 +58,7 @@ def of_fp8(ps):
 
 
 PARTS = {
-    **{options.name: of_optimizer(options) for options in (*FULL, LION, LAMB)},
+    **{options.name: of_optimizer(options) for options in (*FULL, LION, LAMB, Options("Muon", {}, "plain"))},
     "EMA": lambda ps: warpsmith.optim.EMA(ps).update,
     "grad_norm": lambda ps: lambda: [warpsmith.optim.grad_norm(ps, order) for order in ORDERS],
     "clip_grad_norm_": lambda ps: lambda: [warpsmith.optim.clip_grad_norm_(ps, 1.0, order) for order in ORDERS],
