@@ -90,8 +90,10 @@ def _optimizers():
         if not issubclass(kind, torch.optim.Optimizer):
             continue
         params = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(7))]
-        optimizer, ema = kind(params, lr=0.1), warpsmith.optim.EMA(params, 0.5)
-        optimizer.fuse(ema=ema, zero_grads=kind is not warpsmith.optim.LAMB)
+        more = {"others": "adamw"} if kind is warpsmith.optim.Muon else {}
+        optimizer, ema = kind(params, lr=0.1, **more), warpsmith.optim.EMA(params, 0.5)
+        if not more:
+            optimizer.fuse(ema=ema, zero_grads=kind is not warpsmith.optim.LAMB)
         _alive.extend((optimizer, ema))
         guard = warpsmith.amp.GradScaler("cpu")
         for clips in (False, True):

@@ -238,6 +238,10 @@ RUNS = {
     "ShardedOptimizer": [Sharded, lambda: Sharded(amsgrad=True)],
     "ShardedState": [StateOfSharded],
     "StepGuard": [lambda: Scaled(warpsmith.amp.StepGuard), lambda: Scaled(warpsmith.amp.StepGuard, torchs=True)],
+    "Muon": [
+        lambda: Training(warpsmith.optim.Muon, others="adamw"),
+        lambda: Training(warpsmith.optim.Muon, others="adamw", newton_schulz="gram", nesterov=False),
+    ],
     "GradScaler": [
         lambda: Scaled(warpsmith.amp.GradScaler, growth_interval=2),
         lambda: Scaled(warpsmith.amp.GradScaler, torchs=True, growth_interval=2),

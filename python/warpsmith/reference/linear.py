@@ -59,6 +59,31 @@ def gated_linear(
     return _activated(_projected(x, gate_weight, gate_bias), activation) * _projected(x, up_weight, up_bias)
 
 
+class _Symmetric(torch.autograd.Function):
+    """One product in the backward, of the sum of g and its transpose; torch's has two, whose infinities may cancel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return x @ x.mT
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return dx @ x.mT + x @ dx.mT
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return (dy + dy.mT) @ ctx.saved_tensors[0]
+
+
+def matmul_symmetric(x: Tensor) -> Tensor:
+    """``x @ x^T`` over the last two dimensions."""
+    y: Any = _Symmetric.apply(x)
+    return y
+
+
 class _Scaled(torch.autograd.Function):
     """Three products of what casts leave of their factors. Scales of rows are absorbed: the gradients' products take the
     same bytes of x and of the weight, and the gradient is multiplied by their scales before it is cast."""
