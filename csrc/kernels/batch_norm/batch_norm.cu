@@ -132,6 +132,7 @@ Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) 
     float* const means = g.products + length;
     const FinishSumsParams finish{.sums = g.sums,
                                   .products = g.products,
+                                  .mean = g.affine.mean,
                                   .rstd = g.affine.rstd,
                                   .mean_sum = means,
                                   .mean_product = means + p.columns,
