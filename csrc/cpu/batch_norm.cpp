@@ -240,7 +240,9 @@ template <class T> class Forward {
             rounded_product(keep, old_var[c]) + rounded_product(momentum, static_cast<M>(squares[c] / (rows - 1)));
       store_columns(next, p.new_var, p.running_dtype);
     }
-    normalize(mean, rstd);
+    if (M* const var = static_cast<M*>(p.var))
+      for (int64_t c = 0; c < p.columns; ++c) var[c] = static_cast<M>(squares[c] / rows);
+    if (p.y) normalize(mean, rstd);
   }
 
  private:
@@ -310,6 +312,12 @@ template <class T> class Backward {
       }
       store_columns(sum, p.dbias, p.weight_dtype);
       store_columns(product, p.dweight, p.weight_dtype);
+    }
+    if (const M* const means = static_cast<const M*>(p.means)) {
+      for (int64_t c = 0; c < p.columns; ++c) {
+        mean_sum_[c] = means[c];
+        mean_product_[c] = means[p.columns + c] * rstd_[c];
+      }
     }
     if (p.dx || p.dresidual) gradients();
   }

@@ -104,7 +104,7 @@ def floor(case):
 
 def bytes_beside(case, given):
     """Every thread of a pass reads the parameters of its channels (`statistics` their first values, twice), a finish
-    those of each channel once. Partial sums are written, and read by the finish. The mask has a byte for each vector,
+    those of each channel once, `gradients` rstd twice. Partial sums are written, and read by the finish. The mask has a byte for each vector,
     written once and read twice."""
     rows, columns = torch.Size(case.shape[:-1]).numel(), case.shape[-1]
     plan = sim.plan("batch_norm", rows=rows, columns=columns, dtype=str(case.dtype).removeprefix("torch."))
@@ -127,7 +127,7 @@ def bytes_beside(case, given):
     again = relu and not residual
     slices = plan["sums"]["slices"]
     read_backward = readers("sums") * (8 + weight + again * bias) + 8 * slices * columns + 8 * columns
-    read_backward += readers("gradients") * (8 + weight + again * bias + 8 * training) + 2 * mask
+    read_backward += readers("gradients") * (8 + weight + again * bias + 12 * training) + 2 * mask
     written_backward = 8 * slices * columns + 8 * columns + columns * (weight + bias)
     return {
         "forward": (read, written + mask),

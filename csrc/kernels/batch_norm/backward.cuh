@@ -10,8 +10,8 @@ struct GradientsParams {
   const void *dy, *x;
   const uint8_t* mask;
   void *dx, *dresidual;
-  float *sums,
-      *products;  // [slices, columns] of g and of g * (x - mean) * unit; of `gradients` [columns], or null: zeros
+  float *sums, *products;  // [slices, columns] of g and of g * (x - mean) * unit
+  const float* means;      // [2, columns] of g and of g * x_hat, for `gradients`; null: zeros
   Affine affine;
   int64_t dy_stride, x_stride;  // in vectors
   Turns turns;
@@ -98,7 +98,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
 struct FinishSumsParams {
   const float *sums, *products;    // [slices, columns]
   const float *mean, *rstd;        // [columns]
-  float *mean_sum, *mean_product;  // [columns]: mean of g, and mean of g * x_hat times rstd / unit
+  float *mean_sum, *mean_product;  // [columns]: means of g and of g * x_hat
   void *dweight, *dbias;           // [columns], dtype, or null
   int64_t rows, columns, slices;
   Dtype dtype;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) finish_sums(FinishSumsParams p) {
   const double share = static_cast<double>(rstd) / unit_of(device::load(p.mean + column), rstd);
   product *= share;
   device::store(p.mean_sum + column, static_cast<float>(sum / rows));
-  device::store(p.mean_product + column, static_cast<float>(product * share / rows));
+  device::store(p.mean_product + column, static_cast<float>(product / rows));
   if (p.dbias) store_as(p.dbias, p.dtype, column, static_cast<float>(sum));
   if (p.dweight) store_as(p.dweight, p.dtype, column, static_cast<float>(product));
 }
@@ -137,18 +137,19 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
   const Turns& t = p.turns;
   const Place<N> at(t);
   if (!at.here) return device::wait_for_previous_kernel();
-  const bool again = p.relu && !p.mask, with_x = again || (p.dx && p.sums);
+  const bool again = p.relu && !p.mask, with_x = again || (p.dx && p.means);
   int64_t turn = t.turns - 1 - at.slice, first = turn * t.rows_a_turn + at.row;
   RowsOfGradients<T, N, U> rows;
   rows.template load<once>(p, at, first, with_x);  // of no kernel that still runs
   device::wait_for_previous_kernel();
   const Channels<N> channels(p.affine, at.column, again);
   float mean_sum[N] = {}, mean_product[N] = {};
-  if (p.sums) {
+  if (p.means) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      mean_sum[k] = device::load(p.sums + at.column + k);
-      mean_product[k] = device::load(p.products + at.column + k);
+      mean_sum[k] = device::load(p.means + at.column + k);
+      mean_product[k] = share_of(device::load(p.affine.rstd + at.column + k), channels.unit[k]) *
+                        device::load(p.means + t.columns + at.column + k);
     }
   }
   for (;;) {
@@ -163,7 +164,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
       if (!p.dx) continue;
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const float d = p.sums ? channels.centered(element<T, N>(rows.x[u], k), k) : 0.0f;
+        const float d = p.means ? channels.centered(element<T, N>(rows.x[u], k), k) : 0.0f;
         dx[k] = fmaf(-d, mean_product[k], g[k] - mean_sum[k]) * channels.unit[k] * channels.scale[k];
       }
       device::store<once>(vector_at<T, N>(p.dx, row * t.vectors + at.vector), device::rounded<T>(dx));

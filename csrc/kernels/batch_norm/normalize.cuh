@@ -21,7 +21,6 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
   constexpr auto once = device::Cache::streaming;
   const Turns& t = p.turns;
   const Place<N> at(t);
-  if (!at.here) return device::wait_for_previous_kernel();
   int64_t turn = t.turns - 1 - at.slice, first = 0;
   Packed<T, N> x[U], residual[U] = {};
   const auto load = [&] {
@@ -30,8 +29,9 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
     if (p.residual)
       load_rows<T, N, once>(residual, p.residual, p.residual_stride, at.vector, first, at.rows_together, t.rows);
   };
-  load();  // of no kernel that still runs
+  if (at.here) load();  // of no kernel that still runs
   device::wait_for_previous_kernel();
+  if (!at.here) return;
   const Channels<N> channels(p.affine, at.column, true);
   for (;;) {
 #pragma unroll

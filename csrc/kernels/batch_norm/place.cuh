@@ -122,6 +122,11 @@ __device__ __forceinline__ float unit_of(float mean, float rstd) {
   return fabsf(mean) * unit < 0x1p120f ? unit : 1.0f;
 }
 
+// rstd / unit, by unit's exponent.
+__device__ __forceinline__ float share_of(float rstd, float unit) {
+  return rstd * __uint_as_float(0x7f000000u - __float_as_uint(unit));
+}
+
 // v = (x - mean) * rstd * weight + bias: the same roundings in the forward and where a backward computes it again.
 struct Affine {
   const void *weight, *bias;  // [columns], dtype, or null
@@ -137,7 +142,7 @@ template <int N> struct Channels {
       const float mean = device::load(a.mean + column + k), rstd = device::load(a.rstd + column + k);
       unit[k] = unit_of(mean, rstd);
       offset[k] = -mean * unit[k];
-      scale[k] = rstd * __uint_as_float(0x7f000000u - __float_as_uint(unit[k]));  // / unit
+      scale[k] = share_of(rstd, unit[k]);
       if (a.weight) scale[k] *= load_as(a.weight, a.dtype, column + k);
       bias[k] = with_bias && a.bias ? load_as(a.bias, a.dtype, column + k) : 0.0f;
     }
