@@ -237,30 +237,30 @@ std::tuple<Tensor, Tensor, Tensor> inference(Tensor x, OptionalTensor residual, 
   return {out.y, out.new_mean, out.new_var};
 }
 
-// Mean and variance of the values of each channel that are here: those of no values are zeros.
-std::tuple<Tensor, Tensor> statistics(Tensor x_any) {
+// (2, C) in float64: mean and variance of the values of each channel that are here, zeros where there are none.
+Tensor statistics(Tensor x_any) {
   const Dtype dtype = float_dtype(kStatistics, "x", x_any);
   check_dimensions(kStatistics, x_any);
   const Pixels x = as_pixels(kStatistics, "x", x_any, dtype);
-  const auto vector = [&] { return allocate_vector(kStatistics, "statistics", x.columns, real_code(dtype), x_any); };
-  Tensor mean = vector(), var = vector(), rstd = vector();  // rstd is not wanted
+  const int64_t sizes[2] = {2, x.columns};
+  Tensor exact = allocate(kStatistics, "statistics", sizes, 2, aoti_torch_dtype_float64(), x_any);
   if (x.rows == 0 || x.columns == 0) {
-    torch::stable::zero_(mean);
-    torch::stable::zero_(var);
-    return {mean, var};
+    torch::stable::zero_(exact);
+    return exact;
   }
+  const Tensor rounded = allocate(kStatistics, "statistics", sizes, 2, real_code(dtype), x_any);
   BatchNormForwardParams p;
   p.dtype = dtype;
   p.x = x.tensor.const_data_ptr();
   p.x_stride = x.stride;
-  p.mean = mean.mutable_data_ptr();
-  p.var = var.mutable_data_ptr();
-  p.rstd = rstd.mutable_data_ptr();
+  p.mean = rounded.mutable_data_ptr();
+  p.rstd = static_cast<char*>(p.mean) + x.columns * size_bytes(real_dtype(dtype));
+  p.exact = static_cast<double*>(exact.mutable_data_ptr());
   p.rows = x.rows;
   p.columns = x.columns;
   p.training = true;
   run_forward(kStatistics, p, x_any);
-  return {mean, var};
+  return exact;
 }
 
 // Gradients that are not wanted have no elements. So has dresidual without `relu`: dy stands for it.
@@ -386,7 +386,7 @@ WARPSMITH_SCHEMAS(m) {
       "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor mask, "
       "bool training, bool relu, bool want_dx, bool want_dresidual, bool want_dweight, bool want_dbias) -> "
       "(Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)");
-  m.def("batch_norm_statistics(Tensor x) -> (Tensor mean, Tensor var)");
+  m.def("batch_norm_statistics(Tensor x) -> Tensor");
   m.def(
       "batch_norm_backward_of_ranks(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
       "Tensor mask, Tensor means, bool relu, bool want_dx, bool want_dresidual) -> (Tensor dx, Tensor dresidual)");

@@ -240,8 +240,10 @@ template <class T> class Forward {
             rounded_product(keep, old_var[c]) + rounded_product(momentum, static_cast<M>(squares[c] / (rows - 1)));
       store_columns(next, p.new_var, p.running_dtype);
     }
-    if (M* const var = static_cast<M*>(p.var))
-      for (int64_t c = 0; c < p.columns; ++c) var[c] = static_cast<M>(squares[c] / rows);
+    for (int64_t c = 0; p.exact && c < p.columns; ++c) {
+      p.exact[c] = exact[c];
+      p.exact[p.columns + c] = squares[c] / rows;
+    }
     if (p.y) normalize(mean, rstd);
   }
 

@@ -10,7 +10,7 @@ from torch import nn
 from warpsmith.testing import measure, run_ranks
 
 SHARES = {1: [7], 2: [5, 2], 3: [3, 0, 4], 4: [1, 2, 1, 3]}  # samples of each rank
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+DTYPES = [torch.float32, torch.bfloat16]
 NAMES = ["y", "grad_x", "grad_residual", "grad_weight", "grad_bias", "running_mean", "running_var"]
 
 
@@ -19,9 +19,7 @@ def whole_batch(dtype):
     x, residual, dy = (torch.randn(7, 16, 5, 3, generator=g) for _ in range(3))
     x = x * torch.rand(16, 1, 1, generator=g) + 3
     parameters = [torch.rand(16, generator=g) + 0.5, torch.randn(16, generator=g)]
-    kind = torch.float64 if dtype == torch.float64 else torch.float32
-    pixels = [t.to(dtype).to(memory_format=torch.channels_last) for t in (x, residual, dy)]
-    return pixels, [t.to(kind) for t in parameters]
+    return [t.to(dtype).to(memory_format=torch.channels_last) for t in (x, residual, dy)], parameters
 
 
 def step(module, x, residual, dy):
@@ -34,7 +32,7 @@ def own_share(rank, world_size):
     found = []
     for dtype in DTYPES:
         pixels, parameters = whole_batch(dtype)
-        module = warpsmith.nn.SyncBatchNorm(16, activation="relu", dtype=parameters[0].dtype)
+        module = warpsmith.nn.SyncBatchNorm(16, activation="relu")
         module.weight.data, module.bias.data = parameters
         found.append(step(module, *(t.split(SHARES[world_size])[rank] for t in pixels)))
         module.eval()
@@ -59,7 +57,7 @@ def test_ranks_together_obey_the_law_of_one(ranks):
         of_ranks = [r[i] for r in results]
         ours = [torch.cat([r[j] for r in of_ranks]) for j in range(3)]
         ours += [sum(r[j] for r in of_ranks) for j in (3, 4)] + of_ranks[0][5:]
-        exact, baseline = plain(torch.float64, torch.float64), plain(dtype, weight.dtype)
+        exact, baseline = plain(torch.float64, torch.float64), plain(dtype, torch.float32)
         for name, found, oracle, theirs in zip(NAMES, ours, exact, baseline, strict=True):
             error = measure(name, found, oracle, theirs)
             assert error.ok, f"{dtype} on {ranks} ranks: {error}"

@@ -77,7 +77,7 @@ Status batch_norm_forward_cuda(const BatchNormForwardParams& p, void* stream) {
                                 .new_var = p.new_var,
                                 .mean = static_cast<float*>(p.mean),
                                 .rstd = static_cast<float*>(p.rstd),
-                                .var = static_cast<float*>(p.var),
+                                .exact = p.exact,
                                 .rows = p.rows,
                                 .columns = p.columns,
                                 .slices = c.slices,

@@ -24,12 +24,12 @@ struct BatchNormForwardParams {
   const void* bias = nullptr;          // [columns], weight_dtype; null: zeros
   const void* running_mean = nullptr;  // [columns], running_dtype; null together with running_var, only if training
   const void* running_var = nullptr;   // [columns], running_dtype
-  void* y = nullptr;                   // [rows, columns], dtype, contiguous; null: mean, rstd and var alone
+  void* y = nullptr;                   // [rows, columns], dtype, contiguous; null: statistics alone
   uint8_t* mask = nullptr;  // [rows, columns / batch_norm_vector]: bit k of a vector's byte is 0 where its element k of
                             // y was cut to 0; null: not wanted
   void* mean = nullptr;     // [columns], real
   void* rstd = nullptr;     // [columns], real
-  void* var = nullptr;      // [columns], real; null: not wanted
+  double* exact = nullptr;  // [2, columns]: mean and variance; null: not wanted
   void* new_mean = nullptr;  // [columns], running_dtype; null: not wanted. May be running_mean
   void* new_var = nullptr;   // [columns], running_dtype; null exactly when new_mean is
   void* partials = nullptr;  // [2, slices, columns], float (double on the CPU), if training

@@ -200,7 +200,8 @@ struct FinishStatisticsParams {
   const float *means, *squares;            // [slices, columns]; null: the running statistics are those
   const void *running_mean, *running_var;  // [columns], dtype
   void *new_mean, *new_var;                // [columns], dtype, or null
-  float *mean, *rstd, *var;                // [columns]; var may be null
+  float *mean, *rstd;                      // [columns]
+  double* exact;                           // [2, columns]: mean and variance, or null
   int64_t rows, columns, slices;
   BatchNormSliceRows slice_rows;
   float keep, momentum;
@@ -238,7 +239,10 @@ __global__ void __launch_bounds__(kThreads) finish_statistics(FinishStatisticsPa
   if (part != 0 || !here) return;
   device::store(p.mean + column, static_cast<float>(mean));
   device::store(p.rstd + column, static_cast<float>(1 / sqrt(var + p.eps)));
-  if (p.var) device::store(p.var + column, static_cast<float>(var));
+  if (p.exact) {
+    device::store(p.exact + column, mean);
+    device::store(p.exact + p.columns + column, var);
+  }
   if (!p.new_mean) return;
   const auto update = [&](const void* from, void* to, float value) {
     const float old = load_as(from, p.dtype, column);

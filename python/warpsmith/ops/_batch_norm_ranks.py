@@ -12,10 +12,10 @@ from warpsmith._core.library import call_raw, raw
 
 
 def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(ranks, ...) in float64: the values of every rank, so that each adds them in rank order to the same bits."""
+    """(ranks, ...): the values of every rank, so that each adds them in rank order to the same bits."""
     found = values.new_empty((dist.get_world_size(group), *values.shape))
-    dist.all_gather_into_tensor(found.view(-1, *values.shape[1:]), values, group=group)
-    return found.double()
+    dist.all_gather(list(found), values, group=group)
+    return found
 
 
 class _AcrossRanks(torch.autograd.Function):
@@ -35,18 +35,18 @@ class _AcrossRanks(torch.autograd.Function):
         relu: bool,
         group: dist.ProcessGroup,
     ) -> Tensor:
-        own_mean, own_var = call_raw(raw.batch_norm_statistics.default, x)
+        own = call_raw(raw.batch_norm_statistics.default, x)
         rows = x.numel() // max(1, x.shape[1])
-        means, variances, counts = _gathered(
-            torch.stack((own_mean, own_var, torch.full_like(own_mean, rows))), group
-        ).unbind(1)
+        of_ranks = _gathered(torch.cat((own, torch.full_like(own[:1], rows))), group)
+        means, variances, counts = of_ranks.unbind(1)
         total = counts.sum(0)
         mean = (counts * means).sum(0) / total
         squares = (counts * (variances + (means - mean).square())).sum(0)
         if running_mean is not None and running_var is not None:
             for old, found in ((running_mean, mean), (running_var, squares / (total - 1))):
                 old.copy_((1 - momentum) * old + momentum * found)
-        statistics = mean.to(own_mean.dtype), (squares / total).to(own_mean.dtype)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        statistics = mean.to(wide), (squares / total).to(wide)
         y, _, _, mean, rstd, mask = call_raw(
             raw.batch_norm_forward.default, x, residual, weight, bias, *statistics, False, momentum, eps, relu
         )
@@ -68,7 +68,7 @@ class _AcrossRanks(torch.autograd.Function):
         )
         dx = dresidual = None
         if want_x or want_residual:
-            means = (_gathered(torch.stack((of_g, of_products)), ctx.group).sum(0) / ctx.total).to(mean.dtype)
+            means = (_gathered(torch.stack((of_g, of_products)).double(), ctx.group).sum(0) / ctx.total).to(mean.dtype)
             dx, dresidual = call_raw(
                 raw.batch_norm_backward_of_ranks.default,
                 dy,
