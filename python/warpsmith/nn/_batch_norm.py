@@ -138,8 +138,8 @@ class SyncBatchNorm(_Activated, nn.SyncBatchNorm):
     Example:
         >>> import torch, warpsmith
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
-        >>> warpsmith.nn.SyncBatchNorm.convert_sync_batchnorm(model)[1]
-        SyncBatchNorm(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+        >>> type(warpsmith.nn.SyncBatchNorm.convert_sync_batchnorm(model)[1])
+        <class 'warpsmith.nn.SyncBatchNorm'>
     """
 
     def __init__(
