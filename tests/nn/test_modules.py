@@ -36,6 +36,7 @@ MADE_ON_META = {
     "LinearCrossEntropyHead": (8, 16),
     "MLP": (8, 16),
     "NormLinear": (8, 16),
+    "SyncBatchNorm": (8,),
 }
 
 
@@ -267,6 +268,7 @@ CONSTRUCTED = {
     "QKNormRoPE": ({"head_dim": 8}, (HEADS, HEADS, ANGLES.cos(), ANGLES.sin())),
     "RMSNorm": ({"normalized_shape": 8}, (X,)),
     "RotaryEmbedding": ({"dim": 8}, (HEADS, HEADS)),
+    "SyncBatchNorm": ({"num_features": 8}, (torch.randn(2, 3, 3, 8).movedim(-1, 1),)),
 }
 # What an input must fit, so that the first call may still refuse it; and what is no scalar, or left to torch's modules.
 SIZES = {"normalized_shape", "num_features", "in_features", "hidden_size", "embed_dim", "num_heads", "head_dim", "dim"}

@@ -54,6 +54,7 @@ CALLS = {
     "QKNormRoPE": [((8,), lambda: (heads(4), heads(2), *angles()))],
     "RMSNorm": [((WIDTH,), lambda: (rows(),))],
     "RotaryEmbedding": [((8, TOKENS), lambda: (heads(4), heads(2)))],
+    "SyncBatchNorm": [((WIDTH,), lambda: (pixels(), pixels()))],
 }
 ATTENTION = [
     (options, call)

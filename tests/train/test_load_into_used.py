@@ -206,6 +206,7 @@ MODULES = {  # arguments of the constructor and of a call
     "QKNormRoPE": ((8,), (HEADS, HEADS, *ANGLES)),
     "RMSNorm": ((8,), (X,)),
     "RotaryEmbedding": ((8,), (HEADS, HEADS)),
+    "SyncBatchNorm": ((3,), (IMAGES,)),
 }
 
 
