@@ -54,6 +54,7 @@ MODULES = {
     "RMSNorm": {"eps": None},
     "LayerNorm": {"eps": 1e-5},
     "BatchNorm2d": {"eps": 1e-5},
+    "ConvBNReLU": {"eps": 1e-5},
     "AddRMSNorm": {"eps": None},
     "AddLayerNorm": {"eps": 1e-5},
     "DropoutAddRMSNorm": {"eps": None, "p": 0.5},
