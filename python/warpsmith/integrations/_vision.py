@@ -29,7 +29,7 @@ def _act_of(act: Any) -> Any:
     return act
 
 
-def _fits(norm: Any, x: Tensor, residual: Tensor | None, mean: Tensor | None) -> bool:
+def _fits(norm: Any, x: Tensor, residual: Tensor | None, mean: Tensor | None = None) -> bool:
     """Whether an op of ours takes tensors, and is the better for it: NCHW would be copied."""
     if forward_ad._current_level >= 0 or torch.overrides.has_torch_function((x, residual)):
         return False
@@ -37,10 +37,11 @@ def _fits(norm: Any, x: Tensor, residual: Tensor | None, mean: Tensor | None) ->
         return False
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         return False
-    parameters = [t for t in (norm.weight, norm.bias, mean) if t is not None]
-    if len({t.dtype for t in parameters}) > 1 or any(t.device != x.device for t in parameters):
-        return False
-    dtype = parameters[0].dtype if parameters else None
+    dtype = None
+    for t in (*norm._parameters.values(), mean):
+        if t is not None and (t.device != x.device or t.dtype != (dtype or t.dtype)):
+            return False
+        dtype = dtype if t is None else t.dtype
     return reason_for_torch_layer_norm(x.dtype, x.device.type, dtype, eps=norm.eps) is None
 
 
@@ -48,11 +49,12 @@ def _ours(norm: Any, x: Tensor, residual: Tensor | None, act: str | None) -> Ten
     """act(norm(x) + residual) as one op; None where none of ours does that."""
     cls = stock(type(norm))
     if cls is nn.BatchNorm2d and act in (None, "relu"):
-        if x.shape[1:2] == (norm.num_features,) and _fits(norm, x, residual, norm.running_mean):
-            if x.numel() > x.shape[1] or norm.running_mean is not None and not norm.training:
+        mean = norm._buffers["running_mean"]
+        if _fits(norm, x, residual, mean) and x.shape[1] == norm.num_features:
+            if x.numel() > x.shape[1] or mean is not None and not norm.training:
                 return normalize(norm, x, residual, act)
     elif cls is nn.GroupNorm and HAS_GROUP_NORM and act in (None, "silu") and residual is None:
-        if x.shape[1:2] == (norm.num_channels,) and _fits(norm, x, None, None):
+        if _fits(norm, x, None) and x.shape[1] == norm.num_channels:
             found: Tensor = _group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, activation=act)
             return found
     return None

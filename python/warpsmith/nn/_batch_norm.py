@@ -31,16 +31,19 @@ torch.fx.wrap("_share_of_batch")
 
 def normalize(norm: nn.BatchNorm2d, x: Tensor, residual: Tensor | None, activation: str | None) -> Tensor:
     """What the forward of a torch.nn.BatchNorm2d, the residual and the activation behind it make of x."""
-    steps = norm.num_batches_tracked if norm.training and norm.track_running_stats else None
+    training, buffers = norm.training, norm._buffers  # read faster than attributes
+    mean, var = buffers["running_mean"], buffers["running_var"]
+    if training and not norm.track_running_stats:
+        mean = var = None
+    steps = buffers["num_batches_tracked"] if training and norm.track_running_stats else None
     share = _share_of_batch(x, steps, norm.momentum)
-    known = not norm.training or norm.track_running_stats
     return batch_norm(
         x,
-        norm.running_mean if known else None,
-        norm.running_var if known else None,
+        mean,
+        var,
         norm.weight,
         norm.bias,
-        norm.training or norm.running_mean is None,
+        training or mean is None,
         share,
         norm.eps,
         residual=residual,
