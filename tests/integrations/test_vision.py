@@ -447,6 +447,65 @@ def test_a_unet_of_diffusers(dtype):
     assert type(patched.model) is type(model.model)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["own", "bottleneck"])
+def test_on_a_gpu(name, dtype):
+    model, x = make(name).to(dtype), images().to(dtype)
+    exact = results(copy.deepcopy(model).double(), x.double())
+    patched = copy.deepcopy(model).cuda()
+    done = patch(patched)
+    assert not done.kept
+    found, expected = results(patched, x.cuda()), results(model.cuda(), x.cuda())
+    cpu = [{n: t.cpu() for n, t in values.items()} for values in (found, expected)]
+    assert_law_of_the_model(*cpu, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_fold_on_a_gpu(dtype, autocast):
+    """Where ReLU is behind it, one kernel of cuDNN in 16 bits."""
+    model, x = make("basic").eval(), images()
+    patched, wide = copy.deepcopy(model).cuda(), copy.deepcopy(model).double()
+    patch(patched, fold=True)
+    model, x = model.cuda(), x.cuda()
+    if not autocast:
+        model, patched, x = model.to(dtype), patched.to(dtype), x.to(dtype)
+    with torch.no_grad(), torch.autocast("cuda", dtype, enabled=autocast and dtype != torch.float32), Ops() as ops:
+        found = {"out": patched(x).cpu()}
+        expected = {"out": model(x).cpu()}
+    assert ops.count("aten::cudnn_convolution_relu", "aten::cudnn_convolution_add_relu") == (dtype != torch.float32) * 7
+    with torch.no_grad():
+        assert_law_of_the_mean(found, expected, {"out": wide(images().double())})
+
+
+@pytest.mark.gpu
+def test_captured_steps_are_the_eager_ones():
+    def train(captured):
+        model = make("bottleneck").cuda()
+        patch(model)
+        optimizer = warpsmith.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+        def step(x):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        call = warpsmith.train.CapturedStep(step, state=[model, optimizer]) if captured else step
+        losses = [call(images(i).cuda().to(memory_format=torch.channels_last)).clone() for i in range(8)]
+        assert not captured or call.fallback_reason is None
+        return torch.stack(losses), {n: t for n, t in model.named_buffers()}
+
+    (found, ours), (expected, theirs) = train(True), train(False)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
+    assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    assert all(int(t) == 8 for n, t in ours.items() if n.endswith("num_batches_tracked"))
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="patch: model: expected a torch.nn.Module, got"):
         patch(3)
