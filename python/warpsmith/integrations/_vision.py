@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 import warpsmith.ops
 from warpsmith._core.modules import is_untouched, stock
 from warpsmith.integrations._modules import Forward, Part, StandIn
-from warpsmith.nn._batch_norm import normalize
 from warpsmith.nn._dispatch import HALVES, reason_for_torch_layer_norm
+from warpsmith.ops.batch_norm import batch_norm
 
 _group_norm: Any = getattr(warpsmith.ops, "group_norm", None)
 HAS_GROUP_NORM = _group_norm is not None
@@ -45,6 +45,22 @@ def _fits(norm: Any, x: Tensor, residual: Tensor | None, mean: Tensor | None = N
     return reason_for_torch_layer_norm(x.dtype, x.device.type, dtype, eps=norm.eps) is None
 
 
+def _normalized(norm: Any, x: Tensor, residual: Tensor | None, act: str | None) -> Tensor:
+    """What the forward of a torch.nn.BatchNorm2d does, with the residual and the activation behind it."""
+    training, buffers = norm.training, norm._buffers  # read faster than attributes
+    mean, var, share = buffers["running_mean"], buffers["running_var"], norm.momentum
+    if training and norm.track_running_stats:
+        steps = buffers["num_batches_tracked"]
+        if steps is not None:
+            steps.add_(1)
+        if share is None and steps is not None:
+            share = 1.0 / float(steps)
+    elif training:
+        mean = var = None
+    statistics = mean, var, norm.weight, norm.bias, training or mean is None
+    return batch_norm(x, *statistics, share or 0.0, norm.eps, residual=residual, activation=act)
+
+
 def _ours(norm: Any, x: Tensor, residual: Tensor | None, act: str | None) -> Tensor | None:
     """act(norm(x) + residual) as one op; None where none of ours does that."""
     cls = stock(type(norm))
@@ -52,7 +68,7 @@ def _ours(norm: Any, x: Tensor, residual: Tensor | None, act: str | None) -> Ten
         mean = norm._buffers["running_mean"]
         if _fits(norm, x, residual, mean) and x.shape[1] == norm.num_features:
             if x.numel() > x.shape[1] or mean is not None and not norm.training:
-                return normalize(norm, x, residual, act)
+                return _normalized(norm, x, residual, act)
     elif cls is nn.GroupNorm and HAS_GROUP_NORM and act in (None, "silu") and residual is None:
         if _fits(norm, x, None) and x.shape[1] == norm.num_channels:
             found: Tensor = _group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, activation=act)

@@ -3,7 +3,8 @@
 from warpsmith.nn import functional
 from warpsmith.nn._activation import BiasGELU, DropoutAdd
 from warpsmith.nn._attention import Attention
-from warpsmith.nn._batch_norm import BatchNorm2d, ConvBNReLU
+from warpsmith.nn._batch_norm import BatchNorm2d
+from warpsmith.nn._conv import ConvBNReLU
 from warpsmith.nn._cross_entropy import CrossEntropyLoss
 from warpsmith.nn._linear import MLP, GatedMLP, Linear, NormLinear
 from warpsmith.nn._linear_loss import LinearCrossEntropyHead
