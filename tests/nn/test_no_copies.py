@@ -41,6 +41,7 @@ CALLS = {
     "AddRMSNorm": [((WIDTH,), lambda: (rows(), rows()))],
     "BatchNorm2d": [((WIDTH,), lambda: (pixels(), pixels()))],
     "BiasGELU": [((WIDTH,), lambda: (rows(),))],
+    "ConvBNReLU": [((WIDTH, WIDTH, 1), lambda: (pixels(), pixels()))],
     "CrossEntropyLoss": [((), lambda: (rows(), LABELS))],
     "DropoutAdd": [((0.5,), lambda: (rows(), rows()))],
     "DropoutAddLayerNorm": [((WIDTH,), lambda: (rows(), rows()))],

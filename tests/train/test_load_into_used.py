@@ -193,6 +193,7 @@ MODULES = {  # arguments of the constructor and of a call
     "Attention": ((16, 2, 1), (torch.ones(2, 3, 16),)),
     "BatchNorm2d": ((3,), (IMAGES,)),
     "BiasGELU": ((8,), (X,)),
+    "ConvBNReLU": ((3, 4), (IMAGES,)),
     "CrossEntropyLoss": ((torch.rand(8),), (X.flatten(0, 1), LABELS.flatten())),
     "DropoutAdd": ((0.1,), (X, X)),
     "DropoutAddLayerNorm": ((8, 0.1), (X, X)),
