@@ -105,7 +105,8 @@ def _look_for_packed_rows_where_they_may_be() -> None:
 
     @functools.wraps(look)
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        return None if _counts_positions.get() else look(position_ids)
+        counted = not is_compiling() and _counts_positions.get()  # compiled code always makes the mask
+        return None if counted else look(position_ids)
 
     find_packed_sequence_indices.of_warpsmith = True  # type: ignore[attr-defined]
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
