@@ -208,8 +208,10 @@ def test_dropout_is_where_the_model_has_it(family):
 
     model = small_model(family, **dict.fromkeys(WITHOUT_DROPOUT, 0.3))
     expected = gradients(0)
-    with patch(model, attention=False):
+    with patch(model, attention=False) as done:
         torch.testing.assert_close(gradients(0), expected, rtol=1e-3, atol=1e-4)
+    with patch(small_model(family), attention=False) as without:
+        assert done.kept == without.kept
     of_attention = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
     model = small_model(family, **dict.fromkeys(of_attention, 0.3))
     with patch(model):
