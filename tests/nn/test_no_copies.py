@@ -41,6 +41,7 @@ CALLS = {
     "AddRMSNorm": [((WIDTH,), lambda: (rows(), rows()))],
     "BatchNorm2d": [((WIDTH,), lambda: (pixels(), pixels()))],
     "BiasGELU": [((WIDTH,), lambda: (rows(),))],
+    "ConvBNReLU": [((WIDTH, WIDTH, 1), lambda: (pixels(), pixels()))],
     "CrossEntropyLoss": [((), lambda: (rows(), LABELS))],
     "DropoutAdd": [((0.5,), lambda: (rows(), rows()))],
     "DropoutAddLayerNorm": [((WIDTH,), lambda: (rows(), rows()))],
@@ -54,6 +55,7 @@ CALLS = {
     "QKNormRoPE": [((8,), lambda: (heads(4), heads(2), *angles()))],
     "RMSNorm": [((WIDTH,), lambda: (rows(),))],
     "RotaryEmbedding": [((8, TOKENS), lambda: (heads(4), heads(2)))],
+    "SyncBatchNorm": [((WIDTH,), lambda: (pixels(), pixels()))],
 }
 ATTENTION = [
     (options, call)

@@ -66,6 +66,7 @@ def arguments_of(name: str) -> dict:
         "linear": of_layer | {"activation": "silu", "residual": make(TOKENS, CLASSES)},
         "linear_cross_entropy": of_head,
         "linear_log_prob": of_head,
+        "matmul_symmetric": {"x": rows()},
         "mlp": {
             "x": rows(),
             "w1": make(CLASSES, WIDTH),

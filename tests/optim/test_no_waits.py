@@ -15,7 +15,7 @@ from warpsmith.testing import bitwise_equal
 from warpsmith.train import sync_audit
 
 from tests.dispatched import other_defaults
-from tests.optim.optimizers import EACH_STORAGE, FULL, LAMB, LION, dtype_of
+from tests.optim.optimizers import EACH_STORAGE, FULL, LAMB, LION, Options, dtype_of
 
 ORDERS = (1, 2, math.inf)
 
@@ -64,7 +64,7 @@ def of_fp8(ps):
 
 
 PARTS = {
-    **{options.name: of_optimizer(options) for options in (*FULL, LION, LAMB)},
+    **{options.name: of_optimizer(options) for options in (*FULL, LION, LAMB, Options("Muon", {}, "plain"))},
     "EMA": lambda ps: warpsmith.optim.EMA(ps).update,
     "grad_norm": lambda ps: lambda: [warpsmith.optim.grad_norm(ps, order) for order in ORDERS],
     "clip_grad_norm_": lambda ps: lambda: [warpsmith.optim.clip_grad_norm_(ps, 1.0, order) for order in ORDERS],

@@ -193,6 +193,7 @@ MODULES = {  # arguments of the constructor and of a call
     "Attention": ((16, 2, 1), (torch.ones(2, 3, 16),)),
     "BatchNorm2d": ((3,), (IMAGES,)),
     "BiasGELU": ((8,), (X,)),
+    "ConvBNReLU": ((3, 4), (IMAGES,)),
     "CrossEntropyLoss": ((torch.rand(8),), (X.flatten(0, 1), LABELS.flatten())),
     "DropoutAdd": ((0.1,), (X, X)),
     "DropoutAddLayerNorm": ((8, 0.1), (X, X)),
@@ -206,6 +207,7 @@ MODULES = {  # arguments of the constructor and of a call
     "QKNormRoPE": ((8,), (HEADS, HEADS, *ANGLES)),
     "RMSNorm": ((8,), (X,)),
     "RotaryEmbedding": ((8,), (HEADS, HEADS)),
+    "SyncBatchNorm": ((3,), (IMAGES,)),
 }
 
 
@@ -238,6 +240,10 @@ RUNS = {
     "ShardedOptimizer": [Sharded, lambda: Sharded(amsgrad=True)],
     "ShardedState": [StateOfSharded],
     "StepGuard": [lambda: Scaled(warpsmith.amp.StepGuard), lambda: Scaled(warpsmith.amp.StepGuard, torchs=True)],
+    "Muon": [
+        lambda: Training(warpsmith.optim.Muon, others="adamw"),
+        lambda: Training(warpsmith.optim.Muon, others="adamw", newton_schulz="gram", nesterov=False),
+    ],
     "GradScaler": [
         lambda: Scaled(warpsmith.amp.GradScaler, growth_interval=2),
         lambda: Scaled(warpsmith.amp.GradScaler, torchs=True, growth_interval=2),
