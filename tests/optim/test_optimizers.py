@@ -193,7 +193,12 @@ def test_sgd_has_torchs_state_without_dampening():
         params = make_params()
         optimizer = warpsmith.optim.SGD(params, **given)
         run(optimizer, params, 1)
-        assert [list(s) for s in optimizer.state_dict()["state"].values()] == ([names] * len(params) if names else [])
+        expected = [names] * len(params) if names else []
+        assert [list(s) for s in optimizer.state_dict()["state"].values()] == expected
+        theirs = torch.optim.SGD(params, **given)
+        run(theirs, params, 1)
+        optimizer.load_state_dict(theirs.state_dict())
+        assert [list(s) for s in optimizer.state_dict()["state"].values() if s] == expected
 
 
 @pytest.mark.parametrize("options", ALL, ids=str)
