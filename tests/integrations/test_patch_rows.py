@@ -182,7 +182,7 @@ def gradients_of(model, family, seed=0):
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_a_bias_where_the_family_has_none_and_none_where_it_has_one(family):
+def test_a_bias_where_the_family_has_none(family):
     model = small_model(family)
     for linear in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
         without = linear.bias is None

@@ -125,7 +125,7 @@ def test_gradients_with_a_graph_are_those_without(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_new_module_has_its_device_its_dtype_and_no_memory_of_others(name):
+def test_a_new_module_has_its_device_dtype_and_no_old_memory(name):
     """torch fills what it makes with NaN meanwhile."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     for given, _ in ways_of(name):
