@@ -23,17 +23,12 @@ def newton_schulz(x: Tensor, form: str, coefficients: tuple[float, float, float]
     def gram() -> Tensor:
         return product(x.mT, x.mT) if tall else product(x, x)
 
-    def times(p: Tensor, weight: float) -> Tensor:
-        """p X + weight X."""
-        if weight == 0:
-            return x @ p if tall else p @ x
-        return torch.baddbmm(x, x, p, beta=weight) if tall else torch.baddbmm(x, p, x, beta=weight)
-
     a, b, c = coefficients
     if form == "standard":
         for _ in range(steps):
             r = gram()
-            x = times(product(r, r, r, c, b), a)
+            p = product(r, r, r, c, b)
+            x = torch.baddbmm(x, x, p, beta=a) if tall else torch.baddbmm(x, p, x, beta=a)
         return x
     q = r = x  # set in the first step
     for step in range(steps):
@@ -41,18 +36,13 @@ def newton_schulz(x: Tensor, form: str, coefficients: tuple[float, float, float]
         last = step + 1 in (_RESTART, steps)
         if first:
             r = gram()
-        z = product(r, r, r, c, b)  # the step is z + a
-        if first and last:
-            x = times(z, a)
-            continue
-        if first:
-            q = z.clone()
-            q.diagonal(dim1=-2, dim2=-1).add_(a)
-        else:
-            q = product(q, z, q, 1.0, a)
-        if last:
-            x = times(q, 0)
-        else:
+        z = product(r, r, r, c, b)  # the step is a + z
+        if not last:
             half = product(r, z, r, 1.0, a)
             r = product(half, z, half, 1.0, a)
+        if first:  # a on the diagonal would lose three bits of z in bfloat16; in float16 none that count
+            z.diagonal(dim1=-2, dim2=-1).add_(a)
+        q = z if first else product(q, z, q, 1.0, a)
+        if last:
+            x = x @ q if tall else q @ x
     return x
