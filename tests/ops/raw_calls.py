@@ -121,6 +121,8 @@ def _below_the_package():
     raw.grad_check_table(raw.grad_table(grads), 2, False, 2.0, scale, 1.0, found, torch.zeros(2, dtype=torch.int64))
     raw.rank_mean(torch.randn(4, 6), torch.randn(6), 1, [torch.zeros(6), torch.zeros(6)])
     raw.linear_cross_entropy_scaled(torch.randn(5, 3), torch.tensor(2.0), torch.tensor(3.0), torch.bfloat16)
+    for scaling in range(3):
+        raw.scaled_linear_cast(torch.randn(32, 16), scaling, True, True)
     raw.fp8_scale(raw.fp8_amax(torch.randn(5, 3), True), torch.float8_e5m2, True)
     for row in families.rows("GATED"):
         tanh = (False,) if "tanh" in row.arguments else ()

@@ -231,14 +231,16 @@ def scaled_linear(
     watch = state is not None and records and chosen.amax == "delayed"
     shared = _scaled_linear.shared_cast(x, chosen, watch) if records and known[0] is None else ()
     if state is not None and records:
-        known = state.x_scale, state.dy_scale, state.dy_counts, state.dy_amax if watch else None
+        x_amax, dy_amax, x_counts, dy_counts = state.totals()
+        known = state.x_scale, state.dy_scale, dy_counts, dy_amax if watch else None
     given = *known, *(shared[:2] or (None, None))
     y, counts, amax = _scaled_linear.scaled_linear(x, weight, bias, *casts, *given, *numbers[0], numbers[1], watch)
     if state is None or not records:
         return y
     counts, amax = shared[2:] or (counts, amax)
     state.has_run = True
-    _scaled_linear.note(state.x_counts, counts, state.x_amax, amax)
+    _scaled_linear.note(x_counts, counts)
+    _scaled_linear.note(x_amax, amax)
     return y
 
 

@@ -209,7 +209,7 @@ class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
                 s = self.state.get(p, {})
                 self._adopt(s)
                 if COUNTER in s:  # torch counts in Python numbers (before 1.12) or on the CPU where it is not fused
-                    s[COUNTER] = torch.as_tensor(s[COUNTER], dtype=torch.float32).to(p.device)
+                    s[COUNTER] = torch.as_tensor(s[COUNTER], dtype=torch.float32, device=p.device)
 
     # The step.
 
