@@ -53,9 +53,9 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: (a, b, c). ns_steps: k, at most 99.
         adjust_lr_fn: :math:`\gamma'` of an (A, B) matrix: None or "original": :math:`\gamma \sqrt{\max(1, A / B)}`;
             "match_rms_adamw": :math:`0.2 \gamma \sqrt{\max(A, B)}`.
-        newton_schulz: "standard": in bfloat16, as torch. "gram": the polynomials multiply A, in float16, and the
-            matrix is multiplied after the second and the last step; less work for matrices that are not square, other
-            roundings. Also an option of a group.
+        newton_schulz: "standard": in bfloat16, as torch. "gram": the polynomials multiply A, in float16 (on the CPU
+            float32), and the matrix is multiplied after the second and the last step; less work for matrices that are
+            not square, other roundings. Also an option of a group.
         others: None: other parameters than matrices are refused. "adamw": they are stepped as by
             :class:`warpsmith.optim.AdamW`, in groups of their own, with ``others=True``. So are those of a group that
             is given with ``others=True``, and parameters given with names that match ``others_names``.
