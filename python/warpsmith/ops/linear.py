@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from warpsmith._core import checks
 from warpsmith._core.main_grad import check_main_grad
+from warpsmith._core.pending import note
 from warpsmith.ops import _linear, _linear_symmetric, _scaled_linear
 from warpsmith.ops._scaled_linear import SCALED, Fp8Recipe, Fp8State
 
@@ -246,8 +247,8 @@ def scaled_linear(
         return y
     counts, amax = shared[2:] or (counts, amax)
     state.has_run = True
-    _scaled_linear.note(x_counts, counts)
-    _scaled_linear.note(x_amax, amax)
+    note(x_counts, counts)
+    note(x_amax, amax)
     return y
 
 

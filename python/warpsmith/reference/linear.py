@@ -87,8 +87,8 @@ def matmul_symmetric(x: Tensor) -> Tensor:
 
 
 class _Scaled(torch.autograd.Function):
-    """Three products of what casts leave of their factors. Scales of rows are absorbed: the gradients' products take the
-    same bytes of x and of the weight, and the gradient is multiplied by their scales before it is cast."""
+    """Three products of what casts leave of their factors. Scales of rows are absorbed: the gradients' products take
+    the same bytes of x and of the weight, and the gradient is multiplied by their scales before it is cast."""
 
     @staticmethod
     def kept(t: Tensor, ctx: Any, dtype: torch.dtype, weight: bool = False, columns: bool = False) -> Tensor:
