@@ -32,8 +32,10 @@ def linear(
     *,
     residual: Tensor | None = None,
     main_grad: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
-    """``activation(x @ weight^T + bias) + residual``; main_grad, where a gradient goes, has no meaning here."""
+    """``activation(x @ weight^T + bias) + residual``; main_grad, where a gradient goes, and batch_invariant have no
+    meaning here."""
     y = _activated(_projected(x, weight, bias), activation)
     return y if residual is None else y + residual
 
