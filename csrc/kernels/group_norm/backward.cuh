@@ -18,19 +18,19 @@ struct BackwardParams {
   bool silu;
 };
 
-template <int N> struct Parameters {
+template <int N> struct Channels {
   Channel at[N];
-  float weight[N], mean[N], rstd[N];
+  float rstd[N];
 
-  __device__ __forceinline__ Parameters(const BackwardParams& p, const Place<N>& at_place, int64_t v) {
+  __device__ __forceinline__ Channels(const BackwardParams& p, const Place<N>& place, int64_t v) {
     const Ranges& r = p.ranges;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const int64_t channel = at_place.channel(r, v) + k, group = at_place.sample * r.groups + channel / r.group;
-      mean[k] = device::load(p.mean + group);
+      const int64_t channel = place.channel(r, v) + k, group = place.first_group(r) + place.group_of(r, v, k);
       rstd[k] = device::load(p.rstd + group);
-      weight[k] = p.weight ? load_as(p.weight, p.weight_dtype, channel) : 1.0f;
-      at[k] = Channel(mean[k], rstd[k], weight[k], p.silu && p.bias ? load_as(p.bias, p.weight_dtype, channel) : 0.0f);
+      at[k] =
+          Channel(device::load(p.mean + group), rstd[k], p.weight ? load_as(p.weight, p.weight_dtype, channel) : 1.0f,
+                  p.silu && p.bias ? load_as(p.bias, p.weight_dtype, channel) : 0.0f);
     }
   }
 };
@@ -48,13 +48,14 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
   WARPSMITH_SHARED(double, totals, 2 * kThreads);
   const Ranges& r = p.ranges;
   const Place<N> at(r);
+  if (at.sample >= r.samples) return;
   const int thread = static_cast<int>(threadIdx.x), groups = at.groups(r), width = r.lanes * N;
   double sum = 0, product = 0;  // of this thread's channels, of g * weight and of g * weight * x_hat
   for (int64_t tile = 0; tile < r.vectors; tile += r.lanes) {
     const int64_t v = tile + at.lane;
     float of_g[N] = {}, of_products[N] = {};
     if (at.here && v < r.vectors) {
-      const Parameters<N> parameters(p, at, v);
+      const Channels<N> channels(p, at, v);
       const auto dys = at.template rows_of<T>(p.dy, p.dy_stride, r, v, U);
       const auto xs = at.template rows_of<T>(p.x, p.x_stride, r, v, U);
       for (int64_t turn = 0; turn < xs.left; turn += xs.turn) {
@@ -67,15 +68,15 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
 #pragma unroll
           for (int u = 0; u < U; ++u) {
             const float value = element<T, N>(x[u], k);
-            g[u] = gradient_of<T>(p, parameters.at[k], element<T, N>(dy[u], k), value);  // behind the last row 0
-            d[u] = parameters.at[k].centered(value);
+            g[u] = gradient_of<T>(p, channels.at[k], element<T, N>(dy[u], k), value);  // behind the last row 0
+            d[u] = channels.at[k].centered(value);
           }
           of_g[k] += (g[0] + g[1]) + (g[2] + g[3]);
           of_products[k] += fmaf(g[0], d[0], g[1] * d[1]) + fmaf(g[2], d[2], g[3] * d[3]);
         }
       }
 #pragma unroll
-      for (int k = 0; k < N; ++k) of_products[k] *= share_of(parameters.rstd[k], parameters.at[k].unit);
+      for (int k = 0; k < N; ++k) of_products[k] *= share_of(channels.rstd[k], channels.at[k].unit);
     }
     __syncthreads();
 #pragma unroll
@@ -123,20 +124,20 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
   }
   __syncthreads();
   for (int64_t v = at.here && p.dx ? at.lane : r.vectors; v < r.vectors; v += r.lanes) {
-    const Parameters<N> parameters(p, at, v);
-    float mean_sum[N], mean_product[N];
+    const Channels<N> channels(p, at, v);
+    float mean_sum[N], mean_product[N];  // times rstd
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const int64_t group = groups > 1 ? (v * N + k) / r.group : 0;
-      mean_sum[k] = static_cast<float>(of_channels[group]);
-      mean_product[k] =
-          static_cast<float>(of_channels[kThreads + group]) * share_of(parameters.rstd[k], parameters.at[k].unit);
+      const int group = at.group_of(r, v, k);
+      mean_sum[k] = static_cast<float>(of_channels[group]) * channels.rstd[k];
+      mean_product[k] = static_cast<float>(of_channels[kThreads + group]) * channels.rstd[k] *
+                        share_of(channels.rstd[k], channels.at[k].unit);
     }
     const auto dys = at.template rows_of<T>(p.dy, p.dy_stride, r, v, U);
     const auto xs = at.template rows_of<T>(p.x, p.x_stride, r, v, U);
     const int64_t step = r.channels / N;
     Packed<T, N>* const to =
-        vector_at<T, N>(p.dx, (at.sample * r.pixels + at.begin + at.row) * step + at.range * r.vectors + v);
+        vector_at<T, N>(p.dx, (at.sample * r.pixels + at.begin + at.row) * step + int64_t{at.range} * r.vectors + v);
     for (int64_t turn = (xs.left - 1) / xs.turn * xs.turn; turn >= 0 && xs.left > 0; turn -= xs.turn) {
       Packed<T, N> dy[U], x[U];
       load_rows<T, N>(dy, dys.from, dys.stride, 0, turn, dys.apart, dys.left);
@@ -149,9 +150,9 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
 #pragma unroll
         for (int k = 0; k < N; ++k) {
           const float value = element<T, N>(x[u], k);
-          const float g = gradient_of<T>(p, parameters.at[k], element<T, N>(dy[u], k), value);
-          const float of_group = fmaf(parameters.at[k].centered(value), mean_product[k], mean_sum[k]);
-          dx[k] = fmaf(g, parameters.weight[k], -of_group) * parameters.rstd[k];
+          const float g = gradient_of<T>(p, channels.at[k], element<T, N>(dy[u], k), value);
+          const float of_group = fmaf(channels.at[k].centered(value), mean_product[k], mean_sum[k]);
+          dx[k] = fmaf(g * channels.at[k].unit, channels.at[k].scale, -of_group);  // weight * rstd = unit * scale
         }
         device::store<device::Cache::streaming>(to + row * step, device::rounded<T>(dx));
       }

@@ -17,7 +17,7 @@ struct ForwardParams {
 };
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNormResident) forward(ForwardParams p) {
-  constexpr int U = 8;
+  constexpr int U = 4, kAgain = 8;  // rows in flight, of the first read beside those that are added
   WARPSMITH_SHARED(double, sums, kThreads* N);
   WARPSMITH_SHARED(double, squares, kThreads* N);
   WARPSMITH_SHARED(double, totals, 2 * kThreads);
@@ -25,6 +25,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
   WARPSMITH_SHARED(float, rstds, kThreads);
   const Ranges& r = p.ranges;
   const Place<N> at(r);
+  if (at.sample >= r.samples) return;
   const int thread = static_cast<int>(threadIdx.x), own = thread * N, groups = at.groups(r);
 #pragma unroll
   for (int k = 0; k < N; ++k) sums[own + k] = squares[own + k] = 0;
@@ -83,7 +84,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
     means[thread] = static_cast<float>(mean);
     rstds[thread] = static_cast<float>(1 / sqrt((var < 0 ? 0 : var) + p.eps));
     if (at.rank == 0) {
-      const int64_t group = at.sample * r.groups + at.range * r.vectors * N / r.group + thread;
+      const int64_t group = at.first_group(r) + thread;
       device::store(p.mean + group, means[thread]);
       device::store(p.rstd + group, rstds[thread]);
     }
@@ -93,19 +94,20 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
     Channel channels[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const int64_t channel = at.channel(r, v) + k, group = groups > 1 ? (v * N + k) / r.group : 0;
+      const int64_t channel = at.channel(r, v) + k;
+      const int group = at.group_of(r, v, k);
       channels[k] = Channel(means[group], rstds[group], p.weight ? load_as(p.weight, p.weight_dtype, channel) : 1.0f,
                             p.bias ? load_as(p.bias, p.weight_dtype, channel) : 0.0f);
     }
-    const auto rows = at.template rows_of<T>(p.x, p.x_stride, r, v, U);
+    const auto rows = at.template rows_of<T>(p.x, p.x_stride, r, v, kAgain);
     const int64_t step = r.channels / N;
     Packed<T, N>* const to =
-        vector_at<T, N>(p.y, (at.sample * r.pixels + at.begin + at.row) * step + at.range * r.vectors + v);
+        vector_at<T, N>(p.y, (at.sample * r.pixels + at.begin + at.row) * step + int64_t{at.range} * r.vectors + v);
     for (int64_t turn = (rows.left - 1) / rows.turn * rows.turn; turn >= 0 && rows.left > 0; turn -= rows.turn) {
-      Packed<T, N> x[U];
+      Packed<T, N> x[kAgain];
       load_rows<T, N>(x, rows.from, rows.stride, 0, turn, rows.apart, rows.left);
 #pragma unroll
-      for (int u = 0; u < U; ++u) {
+      for (int u = 0; u < kAgain; ++u) {
         const int64_t row = turn + u * rows.apart;
         if (row >= rows.left) break;
         float y[N];

@@ -23,13 +23,16 @@ Status config_of(const GroupNormShape& p, int tensors, GroupNormConfig* out) {
 }
 
 Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c) {
-  return {p.pixels, c.vectors, c.ranges, p.channels, p.groups, p.group(), c.lanes, c.cluster};
+  return {p.samples, p.pixels, c.vectors, p.channels, p.groups, p.group(), c.lanes, c.cluster};
 }
 
 template <class Params> Status launch_clusters(void (*kernel)(Params), const Params& p, int64_t samples,
                                                const GroupNormConfig& c, void* stream) {
   LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(samples * c.ranges * c.cluster);
+  constexpr int64_t kMost = 65535;  // of y and z
+  config.grid.x = static_cast<unsigned>(c.ranges * c.cluster);
+  config.grid.y = static_cast<unsigned>(std::min(samples, kMost));
+  config.grid.z = static_cast<unsigned>(ceil_div(samples, kMost));
   config.block.x = kThreads;
   config.cluster = static_cast<unsigned>(c.cluster);
   return launch(kernel, config, stream, p);

@@ -12,25 +12,26 @@ using namespace tiles;
 constexpr int kThreads = kGroupNormThreads;
 
 struct Ranges {
-  int64_t pixels, vectors, ranges, channels, groups, group;  // vectors: of a range; group: channels of one
+  int64_t samples, pixels, vectors, channels, groups, group;  // vectors: of a range; group: channels of one
   int lanes, cluster;
 };
 
-// A block's range of a sample and pixels of it; a thread's lane, and its pixel side by side with others.
+// A block's range of a sample and pixels of it; a thread's lane, and its pixel side by side with others. Neighbouring
+// ranges run together: they share sectors of 32 bytes.
 template <int N> struct Place {
-  int64_t sample, range, begin, end;  // pixels of this block
-  int lane, row, rows, rank;          // rows: side by side
+  int64_t sample, begin, end;        // pixels of this block
+  int range, rank, lane, row, rows;  // rows: side by side
   bool here;
 
   __device__ __forceinline__ explicit Place(const Ranges& r)
-      : sample(blockIdx.x / static_cast<unsigned>(r.cluster) / r.ranges),
-        range(blockIdx.x / static_cast<unsigned>(r.cluster) % r.ranges),
+      : sample(int64_t{blockIdx.z} * gridDim.y + blockIdx.y),
         begin(0),
         end(0),
+        range(static_cast<int>(blockIdx.x) / r.cluster),
+        rank(static_cast<int>(blockIdx.x) % r.cluster),
         lane(static_cast<int>(threadIdx.x) % r.lanes),
         row(static_cast<int>(threadIdx.x) / r.lanes),
         rows(kThreads / r.lanes),
-        rank(static_cast<int>(blockIdx.x % static_cast<unsigned>(r.cluster))),
         here(row < rows) {
     const int64_t each = (r.pixels + r.cluster - 1) / r.cluster;
     begin = min(rank * each, r.pixels);
@@ -40,12 +41,19 @@ template <int N> struct Place {
   template <class T> __device__ __forceinline__ Rows<T, N> rows_of(const void* base, int64_t stride, const Ranges& r,
                                                                    int64_t v, int turn) const {
     const int64_t first = begin + row;
-    return {vector_at<T, N>(base, (sample * r.pixels + first) * stride + range * r.vectors + v), stride, end - first,
-            int64_t{turn} * rows, rows};
+    return {vector_at<T, N>(base, (sample * r.pixels + first) * stride + int64_t{range} * r.vectors + v), stride,
+            end - first, int64_t{turn} * rows, rows};
   }
   __device__ __forceinline__ int64_t channel(const Ranges& r, int64_t v) const { return (range * r.vectors + v) * N; }
+  // Groups of a range, 1 where a group is all of it; the first one of this range in its sample; that of a channel.
   __device__ __forceinline__ int groups(const Ranges& r) const {
-    return static_cast<int>(max(int64_t{1}, r.vectors * N / r.group));
+    return r.vectors > kThreads ? 1 : static_cast<int>(r.vectors) * N / static_cast<int>(r.group);
+  }
+  __device__ __forceinline__ int64_t first_group(const Ranges& r) const {
+    return sample * r.groups + int64_t{range} * groups(r);
+  }
+  __device__ __forceinline__ int group_of(const Ranges& r, int64_t v, int k) const {
+    return r.vectors > kThreads ? 0 : (static_cast<int>(v) * N + k) / static_cast<int>(r.group);
   }
 };
 
