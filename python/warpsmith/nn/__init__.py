@@ -4,6 +4,7 @@ from warpsmith.nn import functional
 from warpsmith.nn._activation import BiasGELU, DropoutAdd
 from warpsmith.nn._attention import Attention
 from warpsmith.nn._batch_norm import BatchNorm2d, SyncBatchNorm
+from warpsmith.nn._conv import ConvBNReLU
 from warpsmith.nn._cross_entropy import CrossEntropyLoss
 from warpsmith.nn._group_norm import GroupNorm
 from warpsmith.nn._linear import MLP, GatedMLP, Linear, NormLinear
@@ -17,6 +18,7 @@ __all__ = [
     "Attention",
     "BatchNorm2d",
     "BiasGELU",
+    "ConvBNReLU",
     "CrossEntropyLoss",
     "DropoutAdd",
     "DropoutAddLayerNorm",
