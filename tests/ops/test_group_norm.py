@@ -13,6 +13,7 @@ from warpsmith.reference.group_norm import group_norm as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
 from warpsmith.testing.sim import is_loaded
 
+from tests.dispatched import Dispatched
 from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -72,6 +73,36 @@ CASES = [
 ]  # fmt: skip
 
 
+def floor(case):
+    """x twice and y once; dy and x twice and dx once: the second reads are the L2 cache's."""
+    size = case.dtype.itemsize * torch.Size(case.shape).numel()
+    return {"forward": 3 * size, "backward": 5 * size}
+
+
+def bytes_beside(case, given):
+    """Every thread of a pass reads the parameters of its channels, backward the statistics too. A block writes two sums
+    of each channel, which are read once, and reads the weight once more."""
+    samples, channels, itemsize = case.shape[0], case.shape[-1], case.dtype.itemsize
+    pixels = torch.Size(case.shape[1:-1]).numel()
+    kinds = {"samples": samples, "pixels": pixels, "channels": channels, "groups": given["num_groups"]}
+    plan = sim.plan("group_norm", **kinds, dtype=str(case.dtype).removeprefix("torch."))
+    weight, bias = (itemsize * (given[n] is not None) for n in ("weight", "bias"))
+
+    def slices_and_readers(p):
+        slices = samples * p["cluster"]
+        return slices, slices * (p["threads"] // p["threads_a_pixel"]) * channels
+
+    _, readers = slices_and_readers(plan["forward"])
+    slices, again = slices_and_readers(plan["backward"])
+    sums = (weight > 0) + (bias > 0)
+    of_thread = 8 + weight + bias * (given["activation"] is not None)
+    read = 2 * again * of_thread + slices * channels * (weight + 4 * sums)
+    return {
+        "forward": (readers * (weight + bias), 8 * samples * given["num_groups"]),
+        "backward": (read, 8 * slices * channels * (sums > 0) + channels * (weight + bias)),
+    }
+
+
 def raw_forward(g):
     return (g["x"].movedim(-1, 1), g["num_groups"], g["weight"], g["bias"], 1e-5, True)
 
@@ -115,6 +146,8 @@ SPEC = OpSpec(
         raw.group_norm_inference.default: raw_forward,
         raw.group_norm_backward.default: raw_backward,
     },
+    floor_bytes=floor,
+    bytes_beside=bytes_beside,
     bad_inputs=[
         BadInput("integers", but(x=lambda g: g["x"].int()), r"x: expected float32.*got int32"),
         BadInput("vector", but(x=lambda g: g["x"][0, 0, 0]), "x: expected at least two dimensions"),
@@ -177,6 +210,17 @@ def test_torchs_sample_inputs():
         torch.testing.assert_close(*(torch.autograd.grad(t, learned, t.detach().cos()) for t in (y, expected)))
         count += 1
     assert count > 3
+
+
+@pytest.mark.not_on_sim("which op torch's function calls")
+@pytest.mark.parametrize("pixels", [True, False])
+def test_torchs_function_takes_channels_last(pixels):
+    x, weight = torch.randn(2, 6, 5, 3), torch.randn(6)
+    x = x.to(memory_format=torch.channels_last) if pixels else x
+    with Dispatched() as ops:
+        y = warpsmith.nn.functional.group_norm(x, 3, weight, eps=1e-3)
+    torch.testing.assert_close(y, F.group_norm(x, 3, weight, eps=1e-3))
+    assert y.stride() == x.stride() and bool(ops.calls) == pixels
 
 
 def test_plan_says_how_a_sample_is_shared():
