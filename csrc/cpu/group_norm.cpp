@@ -193,8 +193,10 @@ template <class T> void backward(const GroupNormBackwardParams& p, const Paralle
           sum += weight[c] * sums[s * channels + c];
           product += weight[c] * products[s * channels + c];
         }
-      std::fill_n(mean_sum.data() + first, group, static_cast<M>(sum / values));
-      std::fill_n(mean_product.data() + first, group, static_cast<M>(product / values));
+      const double undefined =
+          (sum - sum) + (product - product);  // 0, or NaN where a sum is infinite: so is all dx then
+      std::fill_n(mean_sum.data() + first, group, static_cast<M>(sum / values + undefined));
+      std::fill_n(mean_product.data() + first, group, static_cast<M>(product / values + undefined));
     }
     for (int64_t r = begin; r < end; ++r) {
       gradient(r, of, g.data());

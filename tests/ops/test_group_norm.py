@@ -140,6 +140,7 @@ SPEC = OpSpec(
     redraw=enough_values,
     random_cases=2000,
     one_element=False,
+    edge_steps=2,  # the backward works from the rounded mean and rstd
     opcheck={
         raw.group_norm.default: raw_forward,
         raw.group_norm_forward.default: raw_forward,
@@ -203,6 +204,8 @@ def test_torchs_sample_inputs():
 
     info, count = next(i for i in op_db if i.name == "nn.functional.group_norm"), 0
     for sample in info.sample_inputs("cpu", FP64, requires_grad=True):
+        if sample.kwargs.get("eps", 0) < 0:  # refused
+            continue
         given = [sample.input, *sample.args]
         y, expected = (f(*given, **sample.kwargs) for f in (warpsmith.group_norm, F.group_norm))
         torch.testing.assert_close(y, expected)

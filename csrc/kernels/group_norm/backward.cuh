@@ -119,8 +119,9 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
   // `of_channels` now has the means of groups.
   const double values = static_cast<double>(r.pixels) * static_cast<double>(r.group);
   if (thread < groups) {
-    of_channels[thread] = sum / values;
-    of_channels[kThreads + thread] = product / values;
+    const double undefined = (sum - sum) + (product - product);  // 0, or NaN where a sum is infinite: so is all dx then
+    of_channels[thread] = sum / values + undefined;
+    of_channels[kThreads + thread] = product / values + undefined;
   }
   __syncthreads();
   for (int64_t v = at.here && p.dx ? at.lane : r.vectors; v < r.vectors; v += r.lanes) {
