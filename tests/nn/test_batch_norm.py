@@ -26,6 +26,7 @@ def test_is_torchs_module(options):
         results = []
         for module in (ours, theirs):
             module.train(step < 3)
+            module.track_running_stats &= step != 2  # changed behind the constructor: statistics stay
             x = pixels(step).requires_grad_()
             y = module(x)
             results.append([y, *torch.autograd.grad(y, [x, *module.parameters()], pixels(9))])

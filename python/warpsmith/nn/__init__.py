@@ -3,7 +3,7 @@
 from warpsmith.nn import functional
 from warpsmith.nn._activation import BiasGELU, DropoutAdd
 from warpsmith.nn._attention import Attention
-from warpsmith.nn._batch_norm import BatchNorm2d
+from warpsmith.nn._batch_norm import BatchNorm2d, SyncBatchNorm
 from warpsmith.nn._conv import ConvBNReLU
 from warpsmith.nn._cross_entropy import CrossEntropyLoss
 from warpsmith.nn._linear import MLP, GatedMLP, Linear, NormLinear
@@ -31,5 +31,6 @@ __all__ = [
     "QKNormRoPE",
     "RMSNorm",
     "RotaryEmbedding",
+    "SyncBatchNorm",
     "functional",
 ]

@@ -33,8 +33,10 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   static constexpr int kBlocks = tile.rows / 128, kPanels = tile.columns / kPanelColumns;
   static constexpr int kTilePanels = kBlocks * kPanels, kPanelParts = 4, kPartWords = 4;
   static constexpr int kPanelWords = kPanelParts * kPartWords;
-  // A panel is stored in steps: prepared and sent; with arithmetic each part and sent; of `gated` both sums sent first.
-  static constexpr int kPanelSteps = kernel.computes() ? kPanelParts + 1 + kernel.gated() : 2;
+  // A panel is stored in steps: prepared and sent; with arithmetic each part and sent. First of all `gated` sends both
+  // sums, and `symmetric` asks for z.
+  static constexpr bool kOpens = kernel.gated() || kernel.symmetric();
+  static constexpr int kPanelSteps = kernel.computes() ? kPanelParts + 1 + kOpens : 2;
   static constexpr int kSteps = kPanelSteps * (kernel.gated() ? kTilePanels / 2 : kTilePanels);
   static constexpr int kDue = kSteps + kernel.reads();  // while a tile is multiplied: z of its own comes last
   static constexpr int kNothing = 1 << 20;              // behind the last step of any tile
@@ -229,6 +231,27 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         wait_for_stores();
         fetch(panel - 1 + kWarpBuffers, before);
       }
+    } else if constexpr (kernel.symmetric()) {
+      if (p.add) {
+        if (part == 0) {
+          device::mbarrier_wait(shared.input + warp * kWarpBuffers, input_parity);
+          input_parity ^= 1;
+        }
+        uint32_t x[kPartWords];
+        device::load_matrix(x, staging + (lane_offset ^ part * 32));
+#pragma unroll
+        for (int i = 0; i < kPartWords; ++i)
+          w[i] = device::pack<T>(device::low_half<T>(w[i]) + p.beta * device::low_half<T>(x[i]),
+                                 device::high_half<T>(w[i]) + p.beta * device::high_half<T>(x[i]));
+        __syncwarp(0xffffffffu);
+      }
+      stage(staging, part, w);
+      if (is_mirrored()) {  // 16 rows of 32 bytes
+        const int row = lane / 16 * 8 + lane % 8, byte = lane / 8 % 2 * 16;
+        device::store_matrix<true>(staging + kBufferBytes + part * 512 +
+                                       device::swizzled(Swizzle::bytes32, static_cast<uint32_t>(row * 32 + byte)),
+                                   w);
+      }
     } else {
       if (part == 0) wait_for_stores();
       uint32_t up[kPartWords];
@@ -247,6 +270,20 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       stage(staging + kBufferBytes, part, w);
     }
   }
+  // `symmetric`: asks for a panel of z, where its result will replace it; and whether the tile has a mirror image.
+  __device__ __forceinline__ void ask_for_panel(int panel) {
+    wait_for_stores();
+    if (p.add && lane == 0) {
+      Mbarrier* full = shared.input + warp * kWarpBuffers;
+      device::mbarrier_arrive_expect(full, kBufferBytes);
+      device::tensor_load(staging, &maps.z, full,
+                          {before.column + panel_column(panel), before.row + panel_row(panel), before.batch});
+    }
+    __syncwarp(0xffffffffu);
+  }
+  __device__ __forceinline__ bool is_mirrored() const {
+    return before.column / tile.columns > before.row / (tile.rows * tile.cluster_rows);
+  }
   // `gated`: stores both sums of a panel of out.
   __device__ __forceinline__ void keep_panel(int panel) {
     if (!p.keep) return;
@@ -263,6 +300,13 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   __device__ __forceinline__ void send_computed(int panel) {
     const int row = before.row + panel_row(panel), column = before.column + panel_column(panel);
     unsigned char* const result = staging + (kernel.reads() ? panel % kWarpBuffers : 1) * kBufferBytes;
+    if constexpr (kernel.symmetric()) {
+      send([&] {
+        device::tensor_store(out, staging, {column, row, before.batch});
+        if (is_mirrored()) device::tensor_store(&maps.up_z, result, {row, column, before.batch});
+      });
+      return;
+    }
     send([&] {
       if (kEpilogue == ProductEpilogue::activate && p.keep) device::tensor_store(&maps.z, staging, {column, row});
       device::tensor_store(out, result, {column, row});
@@ -290,12 +334,16 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       const int panel = step / kPanelSteps, turn = step % kPanelSteps;
       if constexpr (kernel.computes()) {
         if (kernel.reads() && turn == 0 && panel > 0) next_panel();  // here or below: where ptxas needs fewer copies
-        if (kernel.gated() && turn == 0)
-          keep_panel(panel);
-        else if (turn == kPanelSteps - 1)
+        if (kOpens && turn == 0) {
+          if constexpr (kernel.symmetric())
+            ask_for_panel(panel);
+          else
+            keep_panel(panel);
+        } else if (turn == kPanelSteps - 1) {
           send_computed(panel);
-        else
-          compute_part(panel, turn - kernel.gated());
+        } else {
+          compute_part(panel, turn - kOpens);
+        }
         if (!kernel.reads() && turn == kPanelSteps - 1) next_panel();
       } else if (turn == 0) {
         uint32_t w[kPanelWords];
@@ -385,6 +433,12 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       store_wide(last);
     } else {
       add_bias();
+      if (kernel.symmetric() && p.alpha != 1) {
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+          for (float& sum : acc[m]) sum *= p.alpha;
+      }
 #pragma unroll
       for (int panel = 0; panel < kTilePanels; ++panel) {
         const float* from = acc[panel / kPanels] + panel % kPanels * 32;
