@@ -93,7 +93,10 @@ def sampler_of(data: Any, ctx: Any) -> ResumableSampler:
 def batches(data: Any, sampler: Any, device: Any, batch: int, workers: int, mirror: bool) -> Prefetcher:
     """Batches on the device, normalised; with ``mirror`` each image by a coin."""
     cuda, train = device.type == "cuda", isinstance(sampler, ResumableSampler)
-    loader = DataLoader(data, batch, sampler=sampler, num_workers=workers, pin_memory=cuda, drop_last=train)
+    own = torch.Generator().manual_seed(0)  # else each pass would draw from the model's
+    loader = DataLoader(
+        data, batch, sampler=sampler, num_workers=workers, pin_memory=cuda, drop_last=train, generator=own
+    )
     dtype = torch.float16 if cuda else torch.float32
 
     def prepare(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from warpsmith.integrations.vision import patch
 
 PRESETS = {
-    "digits": {"data": "digits", "depths": (1, 1, 1), "width": 16, "batch": 100, "steps": 150, "lr": 0.2, "workers": 0},
+    "digits": {"data": "digits", "depths": (1, 1, 1), "width": 16, "batch": 50, "steps": 150, "lr": 0.1, "workers": 0},
     "resnet50": {
         "data": "noise", "depths": (3, 4, 6, 3), "width": 64, "batch": 256, "steps": 450_000, "lr": 0.1, "workers": 8,
     },
@@ -39,7 +39,7 @@ class Bottleneck(nn.Module):
         self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
         self.conv3, self.bn3 = nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
         self.relu, self.downsample = nn.ReLU(inplace=True), None
-        nn.init.zeros_(self.bn3.weight)  # each block begins as the identity
+
         if given != 4 * width or stride != 1:
             conv = nn.Conv2d(given, 4 * width, 1, stride, bias=False)
             self.downsample = nn.Sequential(conv, nn.BatchNorm2d(4 * width))
@@ -189,6 +189,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
     with (
         warpsmith.distributed.init(device=args.device, seed=args.seed) as ctx,
         warpsmith.train.Checkpointer(args.out / "checkpoints") as saved,
@@ -221,7 +222,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 accuracy, x, found = run.validate(held_out)
                 accuracies.append((done, accuracy))
                 log.info("step %d loss %.4f accuracy %.4f, %.0f images/s", done, losses[-1], accuracy, rate)
-                log.info("%s", loader.stats())
+                if ctx.device.type == "cuda":
+                    log.info("%s", loader.stats())
                 lines.append({"step": done, "loss": losses[-1], "accuracy": accuracy, "images_per_s": round(rate, 1)})
                 saved.save(done, **parts)
                 began, of_lap = time.perf_counter(), done

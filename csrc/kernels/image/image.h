@@ -24,7 +24,7 @@ struct NormalizeImageParams {
   float scale[kImageChannels] = {}, shift[kImageChannels] = {};
   Dtype dtype = Dtype::float16;
 
-  int64_t elems() const { return height * width * kImageChannels; }
+  constexpr int64_t elems() const { return height * width * kImageChannels; }
 };
 
 Status normalize_image_cuda(const NormalizeImageParams& params, void* stream);

@@ -27,11 +27,12 @@ template <int N> __device__ __forceinline__ void read_bytes(uint8_t (&to)[N], co
                                                             int64_t here, bool flipped) {
   const int64_t length = p.width * kImageChannels;
   int64_t row = sizes.row.quotient(first) * length, at = first - row;
+  int channel = static_cast<int>(at % kImageChannels);
 #pragma unroll
   for (int k = 0; k < N; ++k) {
     if (k >= here) break;
-    const int64_t channel = at % kImageChannels;
     to[k] = device::load(sample + row + (flipped ? length - kImageChannels - at + 2 * channel : at));
+    channel = channel == kImageChannels - 1 ? 0 : channel + 1;
     if (++at == length) at = 0, row += length;
   }
 }
