@@ -62,6 +62,10 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
   p.units = static_cast<int>(units);
   p.bias = x.bias;
   p.up_bias = x.up_bias;
+  p.read = kernel.reads() ? x.z : nullptr;
+  p.written = x.out;
+  p.kept = kernel.reads() ? nullptr : x.z;
+  p.z_stride = x.z_stride;
   p.partials = x.partials;
   p.activation = x.activation;
   p.keep = x.z != nullptr;
