@@ -90,7 +90,7 @@ template <class T> struct Problem {
                          : e == Epilogue::derivative ? (x > 0 ? s : 0)
                          : e == Epilogue::wide       ? s + (p.add ? static_cast<double>(here % 5) : 0)
                                                      : s;
-        sums[static_cast<size_t>((i / 128 * 3 + i / 16 % 8 % 3) * p.columns + j)] += expected[here] = y;
+        sums[static_cast<size_t>((i / 128 * 3 + (i / 16 % 8 + j / 64 % 4) % 3) * p.columns + j)] += expected[here] = y;
         totals[static_cast<size_t>(j)] += y;
       }
     under_every_seed([&] {

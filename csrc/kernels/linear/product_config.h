@@ -30,8 +30,8 @@ constexpr bool hands_over(ProductEpilogue e) {
 constexpr int kConsumerWarps = 8;  // of a block
 constexpr int kFinishers = 3;      // warps of a block, where panels are handed over
 
-// Partial sums of a column of `derivative`. A finisher adds 16 rows of each of its consumers in a tile of 128: row r is
-// in sum r / 128 * 3 + r / 16 % 8 % 3.
+// Partial sums of a column of `derivative`. A finisher adds 16 rows of each consumer warp whose panel it takes: row r
+// of column c is in sum r / 128 * 3 + (r / 16 % 8 + c / 64 % 4) % 3.
 constexpr int64_t partial_rows(int64_t rows) { return (rows + 127) / 128 * kFinishers; }
 
 struct ProductTile {

@@ -55,6 +55,7 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
   p.rows = static_cast<int>(x.rows);
   p.columns = static_cast<int>(x.columns);
   p.blocks = static_cast<int>(ceil_div(x.inner, kStageInner));
+  p.pace = ProductConsumer<T, kernel>::pace(p.blocks);
   p.unit_rows = static_cast<int>(ceil_div(x.rows, int64_t{tile.rows} * tile.cluster_rows));
   p.unit_columns = static_cast<int>(ceil_div(x.columns, int64_t{kernel.columns()} * tile.cluster_columns));
   const int64_t units = int64_t{p.unit_rows} * p.unit_columns;

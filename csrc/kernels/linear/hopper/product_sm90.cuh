@@ -107,8 +107,8 @@ template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1
       device::mbarrier_init(shared.empty + i, kConsumerWarps * kernel.tile.cluster());
     }
     if constexpr (kernel.hands_over()) {
+      for (int i = 0; i < kConsumerWarps * kernel.panels(); ++i) device::mbarrier_init(shared.panel_full + i, 1);
       for (int i = 0; i < kConsumerWarps; ++i) {
-        device::mbarrier_init(shared.panel_full + i, 1);
         device::mbarrier_init(shared.panel_empty + i, 1);
         device::mbarrier_init(shared.z_full + i, 1);
       }

@@ -1,4 +1,6 @@
 #pragma once
+#include <algorithm>
+
 #include "device/convert.h"
 #include "device/fence.h"
 #include "device/matrix_access.h"
@@ -24,6 +26,12 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   static constexpr int kNothing = 1 << 20;  // behind the last step of any tile
   static constexpr device::Major kA = kernel.layout == ProductLayout::tn ? device::Major::mn : device::Major::k;
   static constexpr device::Major kB = kernel.layout == ProductLayout::nt ? device::Major::k : device::Major::mn;
+  // 2^-16 steps of an epilogue with arithmetic for each stage: at least one of `gated`, at most one where panels are
+  // handed over.
+  static constexpr int pace(int blocks) {
+    return kernel.hands_over() ? std::min(1 << 16, (kSteps << 16) / blocks)
+                               : std::max(1 << 16, ((kSteps << 16) + blocks - 1) / blocks);
+  }
   static_assert(kernel.defers() || !kernel.computes());
   static_assert(!kernel.hands_over() || kTilePanels % 2 == 0, "the parity in pass_panel");
 
@@ -38,7 +46,6 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   Ring<tile.stages> ring;
   float acc[kBlocks][tile.columns / 2];
   uint32_t finished[kernel.defers() ? kTilePanels * kPanelWords : kPanelWords];  // or a panel at a time
-  const int pace;             // 2^-16 steps a stage: at least one of `gated`, at most one where panels are handed over
   TilePlace now{}, before{};  // this warp's first row and column of the tile in acc, and of the finished one
   int buffer = 0;
 
@@ -53,9 +60,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         lane(threadIdx.x % 32),
         warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0) - 4),
         staging(memory.staging(warp)),
-        lane_offset(device::swizzled(Swizzle::bytes128, static_cast<uint32_t>(lane % 16 * kRowBytes + lane / 16 * 16))),
-        pace(kernel.hands_over() ? min(1 << 16, (kSteps << 16) / arguments.blocks)
-                                 : max(1 << 16, ((kSteps << 16) + arguments.blocks - 1) / arguments.blocks)) {}
+        lane_offset(
+            device::swizzled(Swizzle::bytes128, static_cast<uint32_t>(lane % 16 * kRowBytes + lane / 16 * 16))) {}
 
   // ---- products
 
@@ -197,7 +203,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       stage(staging, part, w);
     }
     __syncwarp(0xffffffffu);
-    device::mbarrier_arrive_if(lane == 0, shared.panel_full + warp);
+    device::mbarrier_arrive_if(lane == 0, shared.panel_full + panel * kConsumerWarps + warp);
   }
   // A panel of an epilogue without arithmetic, in two steps, each of which ends before the products of a stage do.
   __device__ __forceinline__ void prepare_panel(const uint32_t* w) {
@@ -239,7 +245,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   }
   // The steps of the finished tile that are due while the products of stage `block` run.
   __device__ __forceinline__ void store_steps(int& step, int block) {
-    for (; step < kSteps && step < (block + 1) * pace >> 16; ++step) store_step(step);
+    for (; step < kSteps && step < (block + 1) * p.pace >> 16; ++step) store_step(step);
   }
   __device__ __forceinline__ void place_now(int unit) {
     now = place.tile(unit);
@@ -408,7 +414,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         previous = ring.stage;
         ring.next();
         if constexpr (kernel.hands_over()) {
-          if (block == 0 || (block - 1) * pace >> 16 < block * pace >> 16) store_step(skip + (block * pace >> 16));
+          if (block == 0 || (block - 1) * p.pace >> 16 < block * p.pace >> 16)
+            store_step(skip + (block * p.pace >> 16));
         } else if constexpr (!kernel.gated()) {
           store_step(skip + block);
         }

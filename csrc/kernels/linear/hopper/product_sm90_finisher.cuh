@@ -82,9 +82,10 @@ struct NoValues {
   static __device__ __forceinline__ Values begin(const Values&) { return Values(); }
 };
 
-// A finisher serves every third consumer warp: it takes their panels, 16 rows by 64 columns, in turn. A lane has 8
-// adjacent columns of every fourth row. z comes by TMA while panels of the other warps are computed, and has been
-// brought to the second-level cache one turn before. Results go to global memory.
+// Finishers share out the panels, 16 rows by 64 columns, of the consumer warps: of panel 0 finisher 0 takes those of
+// warps 0, 3 and 6, of the next panel finisher 1 does. A lane has 8 adjacent columns of every fourth row. z comes by
+// TMA as soon as the panel before is finished, and has been brought to the second-level cache before. Results go to
+// global memory.
 template <class T, ProductKernel kernel> struct ProductFinisher {
   static constexpr int kPanels = kernel.tile.columns / kPanelColumns, kBlocks = kernel.tile.rows / 128;
   static constexpr int kParts = 4;  // of a lane in a panel
@@ -94,7 +95,8 @@ template <class T, ProductKernel kernel> struct ProductFinisher {
 
   struct Place {
     int row, column;  // of the first consumer warp's panel
-    int panel;        // of the tile
+    int index;        // of the panel in a pair of tiles
+    __device__ __forceinline__ int panel() const { return index % kernel.panels(); }
   };
 
   const ProductArguments& p;
@@ -104,8 +106,7 @@ template <class T, ProductKernel kernel> struct ProductFinisher {
   const int lane, finisher;
   const uint32_t lane_offset;  // of its first row in a buffer
   ProductShares<false> shares;
-  TilePlace tile{};
-  int panel = kernel.panels();  // the next one of the tile
+  int index = 0;  // of the next panel
 
   __device__ __forceinline__ ProductFinisher(const ProductArguments& arguments, const ProductMaps& tensors,
                                              const ProductShared<kernel>& memory, int warp)
@@ -119,14 +120,13 @@ template <class T, ProductKernel kernel> struct ProductFinisher {
         shares(arguments, tiles.cluster, tiles.clusters) {}
 
   __device__ __forceinline__ bool next(Place* place) {
-    if (panel == kernel.panels()) {
-      Share share;
-      if (!shares.next(&share)) return false;
-      tile = tiles.tile(share.unit);
-      panel = 0;
-    }
-    *place = {tile.row + panel / kPanels * 64, tile.column + panel % kPanels * kPanelColumns, panel};
-    ++panel;
+    Share share;
+    if (index % kernel.panels() == 0 && !shares.next(&share)) return false;
+    const TilePlace tile = tiles.tile(shares.unit - shares.clusters);  // the last one of `shares`
+    *place = {tile.row, tile.column, index};
+    place->row += place->panel() / kPanels * 64;
+    place->column += place->panel() % kPanels * kPanelColumns;
+    index = (index + 1) % (2 * kernel.panels());
     return true;
   }
   static __device__ __forceinline__ int row_of(int warp) { return warp / 4 * kBlocks * 64 + warp % 4 * 16; }
@@ -138,11 +138,12 @@ template <class T, ProductKernel kernel> struct ProductFinisher {
     }
     __syncwarp(0xffffffffu);
   }
+  __device__ __forceinline__ int first_warp(int of) const { return (finisher + 2 * of) % kFinishers; }
   // Half of the warp for each panel.
   __device__ __forceinline__ void prefetch_z(const Place& at) const {
 #pragma unroll
     for (int first = 0; first < kConsumerWarps; first += 2 * kFinishers) {
-      const int warp = first + finisher + lane / 16 * kFinishers, row = at.row + row_of(warp) + lane % 16;
+      const int warp = first + first_warp(at.panel()) + lane / 16 * kFinishers, row = at.row + row_of(warp) + lane % 16;
       if (warp < kConsumerWarps && row < p.rows && at.column < p.columns)
         device::prefetch_to_l2(static_cast<const T*>(p.read) + row * p.z_stride + at.column);
     }
@@ -220,15 +221,17 @@ template <class T, ProductKernel kernel> struct ProductFinisher {
     Place at, after;
     bool more = next(&at);
     if (kernel.reads() && more)
-      for (int warp = finisher; warp < kConsumerWarps; warp += kFinishers) load_z(at, warp);
+      for (int warp = first_warp(0); warp < kConsumerWarps; warp += kFinishers) load_z(at, warp);
     while (more) {
       more = next(&after);
       if (kernel.reads() && more) prefetch_z(after);
       Values column_sums;
 #pragma unroll 1
-      for (int warp = finisher; warp < kConsumerWarps; warp += kFinishers) {
-        device::mbarrier_wait(shared.panel_full + warp, at.panel & 1);
-        if constexpr (kernel.reads()) device::mbarrier_wait(shared.z_full + warp, at.panel & 1);
+      for (int warp = first_warp(at.panel()); warp < kConsumerWarps; warp += kFinishers) {
+        // This finisher alone waits for this barrier, so that the parity is no older phase's. The panel is there when
+        // the one before is finished, and z has been asked for then.
+        device::mbarrier_wait(shared.panel_full + at.panel() * kConsumerWarps + warp, at.index / kernel.panels());
+        if constexpr (kernel.reads()) device::mbarrier_wait(shared.z_full + warp, at.index & 1);
         const auto finish = [&]<class F>() {
           finish_rows<F>(shared.staging(warp), z_buffer(warp), at.row + row_of(warp), at.column + lane % 8 * 8,
                          column_sums);

@@ -33,6 +33,7 @@ struct ProductMaps {
 struct ProductArguments {
   int rows, columns;
   int blocks;     // stages of a sum
+  int pace;       // ProductConsumer::pace
   int unit_rows;  // cluster tiles along each side
   int unit_columns;
   int units, whole;            // of them, and how many are computed whole; the sums of the others are split
@@ -55,8 +56,9 @@ struct ProductArguments {
 // One variable, so that one register holds the address of everything in it.
 template <ProductKernel kernel> struct ProductState {
   Mbarrier full[kernel.tile.stages], empty[kernel.tile.stages];
-  // Of the panel that a consumer warp hands over, and of those of z that a finisher has asked for.
-  Mbarrier panel_full[kConsumerWarps], panel_empty[kConsumerWarps], z_full[kConsumerWarps], bias_empty[1];
+  // Of the panel that a consumer warp hands over (full: one for each panel of a tile), and of z for it.
+  Mbarrier panel_full[kConsumerWarps * kernel.panels()], panel_empty[kConsumerWarps], z_full[kConsumerWarps];
+  Mbarrier bias_empty[1];
   int begun;  // clusters before this one, where sums are split
   alignas(16) unsigned char bias[kernel.tile.columns * 2];
 };
