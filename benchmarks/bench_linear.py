@@ -9,6 +9,7 @@ price is a quotient within one run. Shapes are M x K x N, of mlp and gated_linea
     mlp, gated_linear  forward and backward, and the backward alone
     linear_own         each product by our Hopper kernels, beside the library's and the bare product; of a gated layer
                        beside both products bare
+    matmul_symmetric   count x M x K: x @ x.mT, and a product of the result with itself and an addend, as Muon has it
     linear_host        the host's time of a call of a small linear, beside F.linear's
 """
 
@@ -161,6 +162,33 @@ def own(device, options):
     return rows
 
 
+SYMMETRIC_SHAPES = ((16, 2048, 2048), (4, 4096, 4096), (1, 8192, 8192), (8, 2048, 8192), (1, 2048, 2048))
+
+
+def symmetric(device, options):
+    rows = []
+    for shape in options.shapes(device, SYMMETRIC_SHAPES, ((4, 512, 512),), (2, 16, 32)):
+        (x,) = (t.detach() for t in leaves(device, shape))
+        x /= shape[-1] ** 0.5
+        r = warpsmith.matmul_symmetric(x)
+        turned, add = x.mT.contiguous().mT, torch.ops.warpsmith.symmetric_product
+        of = {
+            "forward": (lambda x=x: warpsmith.matmul_symmetric(x), lambda x=x: torch.bmm(x, x.mT)),
+            "forward, columns": (
+                lambda x=turned: warpsmith.matmul_symmetric(x),
+                lambda x=turned: torch.bmm(x, x.mT),
+            ),
+            "square, addend": (
+                lambda r=r, add=add: add(r, r, r, 2.0315, -4.775),
+                lambda r=r: torch.baddbmm(r, r, r, beta=-4.775, alpha=2.0315),
+            ),
+        }
+        for direction, (ours, theirs) in of.items():
+            place = cell("matmul_symmetric", shape, x, direction)
+            rows += timed(place, {OURS: ours, "torch": theirs}, device, options)
+    return rows
+
+
 def steps(op, plain, sizes, device, options):
     """Forward and backward of a function of several layers."""
     rows = []
@@ -222,6 +250,7 @@ OPS = {
     "linear_gelu_tanh": functools.partial(forward, "linear_gelu_tanh", "gelu_tanh"),
     "linear_main_grad": main_grad,
     "linear_own": own,
+    "matmul_symmetric": symmetric,
     "linear_host": functools.partial(host, "linear", warpsmith.linear),
     "mlp": functools.partial(steps, "mlp", plain_mlp, lambda m, k, f: ((m, k), (f, k), (f,), (k, f), (k,))),
     "gated_linear": functools.partial(steps, "gated_linear", plain_gated, lambda m, k, f: ((m, k), (f, k), (f, k))),

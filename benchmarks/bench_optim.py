@@ -181,6 +181,24 @@ def run_clipped_step(device, options):
     return rows
 
 
+def run_muon(device, options):
+    """The matrices of Llama 3.2 1B, but for the embedding. No floor: products bind it."""
+    rows, sizes = [], llama_shapes(1, 64, 32, 128, 256) if options.quick or device == "cpu" else llama_shapes()
+    sizes = [s for s in sizes if len(s) == 2][1:]
+    for dtype in (torch.float32, torch.bfloat16):
+        params = parameters(sizes, dtype, device)
+        steps = {
+            OURS: warpsmith.optim.Muon(params, lr=LR).step,
+            f"{OURS}, gram": warpsmith.optim.Muon(params, lr=LR, newton_schulz="gram").step,
+            "torch": torch.optim.Muon(params, lr=LR).step,
+        }
+        cell = ("muon", f"{sum(p.numel() for p in params):.3g} of a Llama", str(dtype).removeprefix("torch."), "step")
+        rows += step_rows(cell, steps, device, options)
+        del params, steps
+        free(device)
+    return rows
+
+
 # ------------------------------------------------------------------------------- what follows the backward pass
 
 MAX_NORM = 1e30  # nothing is scaled, so that the gradients stay as they are; torch multiplies by 1 all the same
@@ -381,5 +399,6 @@ OPS = {
     "clip_grad_norm": run_clip,
     "ema": run_ema,
     "clipped_step": run_clipped_step,
+    "muon": run_muon,
     "scaled_step": run_scaled_step,
 } | {row: functools.partial(run, row) for row in OPTIMIZERS}

@@ -147,7 +147,7 @@ def optimizer_line() -> str:
     table = (ROOT / "docs/optimizers.md").read_text()
     if missing := [name for name in optimizers() if f"](ops/optim.md#{name})" not in table]:
         raise SystemExit(f"docs/optimizers.md: no link to ops/optim.md#{', #'.join(missing)}")
-    found = ", ".join(f"`{classes[name]}`" for name in optimizers())
+    found = ", ".join(f"`{classes[name]}`" for name in (*optimizers(), "muon"))  # steps of sgd: no row of its own
     return f"Optimizers of `warpsmith.optim`: {found} ([what they share](docs/optimizers.md)).\n"
 
 

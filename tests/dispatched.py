@@ -1,5 +1,8 @@
-"""Which of the package's ops run in a block, and what torch copies in it."""
+"""Which of the package's ops run in a block, what torch copies in it, and what it makes without being told where."""
 
+from contextlib import contextmanager
+
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,3 +57,15 @@ class Made(TorchDispatchMode):
         result = op(*args, **(kwargs or {}))
         self.count += len(set(places(result)) - set(places((args, kwargs))))
         return result
+
+
+@contextmanager
+def other_defaults():
+    """What is made without a device has no memory, and what is made without a dtype is in float16."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -50,20 +50,6 @@ def test_reference_and_testing_are_imported_when_asked_for():
 
 RMS_NORMS = ("rms_norm", "add_rms_norm", "dropout_add_rms_norm", "qk_norm_rope")
 LAYER_NORMS = ("layer_norm", "add_layer_norm", "dropout_add_layer_norm")
-MODULES = {
-    "RMSNorm": {"eps": None},
-    "LayerNorm": {"eps": 1e-5},
-    "BatchNorm2d": {"eps": 1e-5},
-    "AddRMSNorm": {"eps": None},
-    "AddLayerNorm": {"eps": 1e-5},
-    "DropoutAddRMSNorm": {"eps": None, "p": 0.5},
-    "DropoutAddLayerNorm": {"eps": 1e-5, "p": 0.5},
-    "QKNormRoPE": {"eps": None},
-    "Attention": {"eps": None},
-    "BiasGELU": {"approximate": "none"},
-    "DropoutAdd": {"p": 0.5},
-    "NormLinear": {"eps": None},
-}
 
 
 def defaults(function):
@@ -74,22 +60,47 @@ def test_one_rule_of_defaults():
     """Torch's: ``eps`` None for an RMS norm and 1e-5 for other norms, ``approximate="none"``, ``p=0.5``."""
     rule = {**dict.fromkeys(RMS_NORMS, None), **dict.fromkeys(LAYER_NORMS, 1e-5), "batch_norm": 1e-5}
     for name in warpsmith.ops.__all__:
-        for package in (warpsmith, warpsmith.reference):
-            if not inspect.isfunction(getattr(package, name, None)) or name == "adamw":
-                continue
-            found = defaults(getattr(package, name))
-            assert ("eps" in found) == (name in rule), name
-            if name in rule:
-                assert found["eps"] == rule[name], name
-            assert found.get("approximate", "none") == "none", name
-            assert found.get("p", 0.5) == 0.5 or package is warpsmith.reference, name
-    for name, expected in MODULES.items():
-        found = defaults(getattr(warpsmith.nn, name))
-        assert {k: found[k] for k in expected} == expected, name
-    settable = {"eps", "p", "approximate"}
-    modules = [n for n in warpsmith.nn.__all__ if n != "functional"]
-    asked = {n for n in modules if settable & set(defaults(getattr(warpsmith.nn, n)))}
-    assert asked == set(MODULES)
+        if inspect.isfunction(getattr(warpsmith, name)) and name != "adamw":
+            found = defaults(getattr(warpsmith, name))
+            assert ("eps" in found) == (name in rule) and found.get("eps") == rule.get(name), name
+            assert found.get("approximate", "none") == "none" and found.get("p", 0.5) == 0.5, name
+
+
+def of_one_meaning():
+    """Pairs of public functions and classes that take the same arguments."""
+    for room in ("nn", "optim", "amp"):
+        ours, theirs = getattr(warpsmith, room), getattr(torch, room)
+        shared = [name for name in ours.__all__ if hasattr(theirs, name) and name != "functional"]
+        yield from ((getattr(ours, name), getattr(theirs, name)) for name in shared)
+    yield warpsmith.optim.clip_grad_norm_, torch.nn.utils.clip_grad_norm_
+    for name in filter(str.islower, warpsmith.ops.__all__):
+        yield getattr(warpsmith, name), getattr(warpsmith.reference, name)
+        for prefix in ("context_parallel_", "vocab_parallel_"):
+            if hasattr(warpsmith.distributed, prefix + name):
+                yield getattr(warpsmith, name), getattr(warpsmith.distributed, prefix + name)
+    yield warpsmith.nn.NormLinear, warpsmith.rms_norm
+    yield warpsmith.nn.Attention, warpsmith.qk_norm_rope
+    snake = {
+        re.sub("(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.replace("PE", "pe")): name
+        for name in warpsmith.nn.__all__
+        if name != "functional"
+    }
+    modules = {key.lower(): getattr(warpsmith.nn, name) for key, name in snake.items()}
+    yield from ((modules[name], getattr(warpsmith, name)) for name in modules.keys() & set(warpsmith.ops.__all__))
+
+
+def test_a_default_is_the_same_wherever_an_argument_is():
+    flags = {"bias", "sink", "causal"}  # of modules; tensors of their ops
+    count = 0
+    for a, b in of_one_meaning():
+        ours, other = ({k: v for k, v in defaults(f).items() if v is not inspect.Parameter.empty} for f in (a, b))
+        shared = ours.keys() & other.keys() - flags
+        assert {k: ours[k] for k in shared} == {k: other[k] for k in shared}, (a, b)
+        count += len(shared)
+    assert count > 200
+    of_lion, of_lamb = defaults(warpsmith.optim.Lion), defaults(warpsmith.optim.LAMB)
+    assert [of_lion[k] for k in ("lr", "betas", "weight_decay", "maximize", "seed")] == [1e-4, (0.9, 0.99), 0, False, 0]
+    assert [of_lamb[k] for k in ("lr", "betas", "eps", "weight_decay")] == [1e-3, (0.9, 0.999), 1e-6, 0.01]
 
 
 def test_the_rule_of_defaults_holds_in_cpp():

@@ -18,7 +18,8 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr const char *kForward = name(BatchNorm::batch_norm), *kBackward = backward_name(BatchNorm::batch_norm);
+constexpr const char *kForward = name(BatchNorm::batch_norm), *kBackward = backward_name(BatchNorm::batch_norm),
+                     *kStatistics = "batch_norm_statistics";
 
 // A tensor (N, C, ...) without holes in which the channels of a pixel are adjacent: torch's channels_last.
 Tensor allocate_pixels(const char* op, const char* argument, const Tensor& like) {
@@ -105,6 +106,26 @@ OptionalTensor allocate_partials(const char* op, int64_t slices, int64_t columns
   return allocate(op, "partial sums", sizes, 3, floats ? aoti_torch_dtype_float32() : aoti_torch_dtype_float64(), like);
 }
 
+void run_forward(const char* op, BatchNormForwardParams& p, const Tensor& x) {
+  OptionalTensor partials;
+  const auto with_partials = [&](int64_t slices) {
+    if (p.training) partials = allocate_partials(op, slices, p.columns, p.dtype, x);
+    p.partials = at(partials);
+  };
+  run_on(
+      op, x,
+      [&](void* stream) {
+        int64_t slices = 0;
+        WARPSMITH_RETURN_IF_FAILED(batch_norm_slices_cuda(p, &slices));
+        with_partials(slices);
+        return batch_norm_forward_cuda(p, stream);
+      },
+      [&](const Parallel& threads) {
+        with_partials(batch_norm_slices_cpu(p.rows, p.columns));
+        return batch_norm_forward_cpu(p, threads);
+      });
+}
+
 struct Outputs {
   Tensor y, new_mean, new_var, mean, rstd, mask;
 };
@@ -184,23 +205,7 @@ Outputs forward(const Tensor& x_any, const OptionalTensor& residual_any, const O
   p.eps = eps;
   p.training = training;
   p.relu = relu;
-  OptionalTensor partials;
-  const auto with_partials = [&](int64_t slices) {
-    if (training) partials = allocate_partials(kForward, slices, p.columns, dtype, x_any);
-    p.partials = at(partials);
-  };
-  run_on(
-      kForward, x_any,
-      [&](void* stream) {
-        int64_t slices = 0;
-        WARPSMITH_RETURN_IF_FAILED(batch_norm_slices_cuda(p, &slices));
-        with_partials(slices);
-        return batch_norm_forward_cuda(p, stream);
-      },
-      [&](const Parallel& threads) {
-        with_partials(batch_norm_slices_cpu(p.rows, p.columns));
-        return batch_norm_forward_cpu(p, threads);
-      });
+  run_forward(kForward, p, x_any);
   const auto write_back = [&](const Tensor& from, Tensor to) {
     if (!to.is_contiguous()) torch::stable::copy_(to, from);
   };
@@ -232,11 +237,39 @@ std::tuple<Tensor, Tensor, Tensor> inference(Tensor x, OptionalTensor residual, 
   return {out.y, out.new_mean, out.new_var};
 }
 
+// (2, C) in float64: mean and variance of the values of each channel that are here, zeros where there are none.
+Tensor statistics(Tensor x_any) {
+  const Dtype dtype = float_dtype(kStatistics, "x", x_any);
+  check_dimensions(kStatistics, x_any);
+  const Pixels x = as_pixels(kStatistics, "x", x_any, dtype);
+  const int64_t sizes[2] = {2, x.columns};
+  Tensor exact = allocate(kStatistics, "statistics", sizes, 2, aoti_torch_dtype_float64(), x_any);
+  if (x.rows == 0 || x.columns == 0) {
+    torch::stable::zero_(exact);
+    return exact;
+  }
+  const Tensor rounded = allocate(kStatistics, "statistics", sizes, 2, real_code(dtype), x_any);
+  BatchNormForwardParams p;
+  p.dtype = dtype;
+  p.x = x.tensor.const_data_ptr();
+  p.x_stride = x.stride;
+  p.mean = rounded.mutable_data_ptr();
+  p.rstd = static_cast<char*>(p.mean) + x.columns * size_bytes(real_dtype(dtype));
+  p.exact = static_cast<double*>(exact.mutable_data_ptr());
+  p.rows = x.rows;
+  p.columns = x.columns;
+  p.training = true;
+  run_forward(kStatistics, p, x_any);
+  return exact;
+}
+
 // Gradients that are not wanted have no elements. So has dresidual without `relu`: dy stands for it.
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dy_any, Tensor x_any, OptionalTensor weight_any,
-                                                    OptionalTensor bias_any, Tensor mean_any, Tensor rstd_any,
-                                                    Tensor mask, bool training, bool relu, bool want_dx,
-                                                    bool want_dresidual, bool want_dweight, bool want_dbias) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& dy_any, const Tensor& x_any,
+                                                     const OptionalTensor& weight_any, const OptionalTensor& bias_any,
+                                                     const Tensor& mean_any, const Tensor& rstd_any, const Tensor& mask,
+                                                     const OptionalTensor& means_any, bool training, bool relu,
+                                                     bool want_dx, bool want_dresidual, bool want_dweight,
+                                                     bool want_dbias) {
   const Dtype dtype = float_dtype(kBackward, "dy", dy_any);
   check_dimensions(kBackward, x_any);
   check_dtype(kBackward, "x", x_any, dtype);
@@ -253,13 +286,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dy_any, Tensor x_any,
     check_shape(kBackward, argument, *t, {x.columns});
     check_same_device(kBackward, argument, *t, x_any);
   }
+  if (means_any) {
+    check_dtype(kBackward, "means", *means_any, real_dtype(dtype));
+    check_shape(kBackward, "means", *means_any, {2, x.columns});
+    check_same_device(kBackward, "means", *means_any, x_any);
+  }
   const bool masked = mask.numel() > 0;
   if (masked) {
     if (mask.scalar_type() != ScalarType::Byte) refuse(kBackward, "mask", "uint8", dtype_text(mask.scalar_type()));
     check_shape(kBackward, "mask", mask, {x.rows, x.columns / batch_norm_vector(x.columns, size_bytes(dtype))});
     check_same_device(kBackward, "mask", mask, x_any);
   }
-  const OptionalTensor weight = adjacent(weight_any), bias = adjacent(bias_any);
+  const OptionalTensor weight = adjacent(weight_any), bias = adjacent(bias_any), means = adjacent(means_any);
   const Tensor mean = as_contiguous(mean_any), rstd = as_contiguous(rstd_any), bits = as_contiguous(mask);
 
   const bool give_dresidual = want_dresidual && relu;
@@ -281,6 +319,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dy_any, Tensor x_any,
   p.bias = const_at(bias);
   p.mean = mean.const_data_ptr();
   p.rstd = rstd.const_data_ptr();
+  p.means = const_at(means);
   if (relu && masked) p.mask = static_cast<const uint8_t*>(bits.const_data_ptr());
   if (want_dx) p.dx = dx.mutable_data_ptr();
   if (give_dresidual) p.dresidual = dresidual.mutable_data_ptr();
@@ -310,6 +349,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dy_any, Tensor x_any,
   return {dx, dresidual, dweight, dbias};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor weight, OptionalTensor bias,
+                                                    Tensor mean, Tensor rstd, Tensor mask, bool training, bool relu,
+                                                    bool want_dx, bool want_dresidual, bool want_dweight,
+                                                    bool want_dbias) {
+  return gradients(dy, x, weight, bias, mean, rstd, mask, std::nullopt, training, relu, want_dx, want_dresidual,
+                   want_dweight, want_dbias);
+}
+
+// dx and dresidual where the means were taken over the batches of several ranks.
+std::tuple<Tensor, Tensor> backward_of_ranks(Tensor dy, Tensor x, OptionalTensor weight, OptionalTensor bias,
+                                             Tensor mean, Tensor rstd, Tensor mask, Tensor means, bool relu,
+                                             bool want_dx, bool want_dresidual) {
+  const auto found =
+      gradients(dy, x, weight, bias, mean, rstd, mask, means, true, relu, want_dx, want_dresidual, false, false);
+  return {std::get<0>(found), std::get<1>(found)};
+}
+
 // `batch_norm`, which is traced, writes nothing in place: it returns the new running statistics.
 std::string schema(const char* op, bool in_place, const char* more) {
   const auto running = [&](const char* name, const char* alias) {
@@ -330,6 +386,10 @@ WARPSMITH_SCHEMAS(m) {
       "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor mask, "
       "bool training, bool relu, bool want_dx, bool want_dresidual, bool want_dweight, bool want_dbias) -> "
       "(Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)");
+  m.def("batch_norm_statistics(Tensor x) -> Tensor");
+  m.def(
+      "batch_norm_backward_of_ranks(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
+      "Tensor mask, Tensor means, bool relu, bool want_dx, bool want_dresidual) -> (Tensor dx, Tensor dresidual)");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
@@ -337,6 +397,8 @@ WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl("batch_norm_forward", TORCH_BOX(&with_statistics<true>));
   m.impl("batch_norm_inference", TORCH_BOX(&inference));
   m.impl("batch_norm_backward", TORCH_BOX(&backward));
+  m.impl("batch_norm_statistics", TORCH_BOX(&statistics));
+  m.impl("batch_norm_backward_of_ranks", TORCH_BOX(&backward_of_ranks));
 }
 
 }  // namespace

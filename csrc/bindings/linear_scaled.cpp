@@ -3,6 +3,11 @@
 #include "bindings/support/library.h"
 #include "bindings/support/linear.h"
 #include "bindings/support/quantize.h"
+#include "bindings/support/scratch.h"
+
+#ifdef WARPSMITH_CUBLAS_LT
+#include "libraries/cublas_lt.h"
+#endif
 
 #ifdef WARPSMITH_CUDA
 // Absent in CPU builds of torch; reached only with a CUDA tensor in hand.
@@ -13,7 +18,12 @@ aoti_torch_cuda__scaled_mm_out(AtenTensorHandle out, AtenTensorHandle self, Aten
 #endif
 
 // scaled_linear: a linear layer whose products are of 8-bit floats. The casts are the quantize family's, the products
-// are torch's _scaled_mm, or, emulated, what they mean: dequantized values multiplied in float32.
+// are cuBLASLt's, by plans that are kept; of blocks, and without it, by torch's _scaled_mm; or, emulated, what they
+// mean: dequantized values multiplied in float32.
+//
+// Scales of rows and of tensors take one cast of x and one of the weight: the products of the gradients read the same
+// bytes, transposed. A row's scale then lies along the sum. It is absorbed: the gradient is multiplied by it before it
+// is cast, and that factor of the product has scales of ones (docs/fp8.md).
 namespace warpsmith {
 namespace {
 
@@ -89,6 +99,16 @@ struct ScaledLayer {
   int64_t in, out;
 };
 
+ScaledLayer check_features(const char* op, const Tensor& weight) {
+  const ScaledLayer layer{weight.size(1), weight.size(0)};
+  const auto multiple = [&](const char* what, int64_t n) {
+    if (n % kSizeMultiple) refuse(op, "weight", std::string(what) + " that are a multiple of 16", std::to_string(n));
+  };
+  multiple("in_features", layer.in);
+  multiple("out_features", layer.out);
+  return layer;
+}
+
 // `of` is the tensor whose last dimension is `size`, in_features or out_features.
 ScaledLayer check_weight(const char* op, const Tensor& weight, const Tensor& of, bool by_out) {
   const Dtype dtype = narrow_dtype(op, by_out ? "dy" : "x", of);
@@ -98,12 +118,7 @@ ScaledLayer check_weight(const char* op, const Tensor& weight, const Tensor& of,
   if (weight.dim() != 2 || weight.size(by_out ? 0 : 1) != size)
     refuse(op, "weight", by_out ? "shape (" + std::to_string(size) + ", K)" : "shape (N, " + std::to_string(size) + ")",
            shape_text(weight));
-  const ScaledLayer layer{weight.size(1), weight.size(0)};
-  const auto multiple = [&](const char* what, int64_t n) {
-    if (n % kSizeMultiple) refuse(op, "weight", std::string(what) + " that are a multiple of 16", std::to_string(n));
-  };
-  multiple("in_features", layer.in);
-  multiple("out_features", layer.out);
+  const ScaledLayer layer = check_features(op, weight);
   check_same_device(op, "weight", weight, of);
   return layer;
 }
@@ -119,9 +134,11 @@ void check_bias(const char* op, const OptionalTensor& bias, int64_t out, const T
 
 // A factor of a product, along whose rows is summed.
 struct Operand {
-  Tensor data;   // [rows, terms], contiguous
-  Tensor scale;  // of the tensor, of its rows, of 128 terms of each, or of squares of 128 by 128
+  Tensor data;           // [rows, terms], contiguous
+  OptionalTensor scale;  // of the tensor, of its rows, of 128 terms of each, or of squares of 128 by 128; none: ones
 };
+
+int64_t whole_sixteens(int64_t rows) { return ceil_div(rows, kSizeMultiple) * kSizeMultiple; }
 
 // The rows of t, or its columns as rows.
 Operand cast(const Tensor& t, const OptionalTensor& scale, Fp8Scaling scaling, bool columns,
@@ -141,8 +158,12 @@ Tensor as_float32(const char* op, const Tensor& bias) {
 
 void multiply_emulated(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias,
                        const Tensor& out) {
-  const Tensor left = dequantize_fp8(a.data, a.scale, ScalarType::Float);
-  const Tensor right = transposed(dequantize_fp8(b.data, b.scale, ScalarType::Float));
+  const auto values = [&](const Operand& o) {
+    const int64_t rows = o.data.size(0);
+    return dequantize_fp8(o.data, o.scale ? *o.scale : matrix_view(ones(op, rows, o.data), 0, rows, 1, 1),
+                          ScalarType::Float);
+  };
+  const Tensor left = values(a), right = transposed(values(b));
   const int32_t wide = aoti_torch_dtype_float32();
   const Tensor sums = dtype_code(out) == wide ? out : allocate_shaped(op, "a product in float32", out, wide);
   if (bias)
@@ -164,15 +185,16 @@ Tensor view_of(const Tensor& t, int64_t offset, const std::array<int64_t, 3>& si
 // each of its rows, since two kinds of factors would need a second layout, whose strides differ between torch's
 // versions.
 Tensor block_scales(const char* op, const Operand& a) {
-  const int64_t rows = a.data.size(0), blocks = a.scale.size(1);
+  const Tensor& scale = *a.scale;
+  const int64_t rows = a.data.size(0), blocks = scale.size(1);
   const int64_t sizes[2] = {blocks, rows};
   const Tensor turned = allocate(op, "scales of blocks", sizes, 2, aoti_torch_dtype_float32(), a.data);
   const auto fill = [&](int64_t from, int64_t count, int64_t high, int64_t scale_row) {
     if (count * high == 0) return;
     Tensor to = view_of(turned, from, {blocks, count, high}, {rows, high, 1});
-    torch::stable::copy_(to, view_of(a.scale, scale_row * blocks, {blocks, count, high}, {1, blocks, 0}));
+    torch::stable::copy_(to, view_of(scale, scale_row * blocks, {blocks, count, high}, {1, blocks, 0}));
   };
-  if (a.scale.size(0) == rows) {
+  if (scale.size(0) == rows) {
     fill(0, rows, 1, 0);
   } else {
     const int64_t whole = rows / kFp8Block;
@@ -190,18 +212,74 @@ Tensor aligned(const char* op, const Tensor& scale) {
   return copy;
 }
 
+// out = a @ b^T + bias by a kept plan of cuBLASLt. False, and nothing is written, where it has none.
+bool multiply_by_plan([[maybe_unused]] const char* op, [[maybe_unused]] const Operand& a,
+                      [[maybe_unused]] const Operand& b, [[maybe_unused]] const OptionalTensor& bias,
+                      [[maybe_unused]] const Tensor& out, [[maybe_unused]] const ScaledOptions& options) {
+#ifdef WARPSMITH_CUBLAS_LT
+  using cublas_lt::Scales;
+  const bool rows = options.activations == Fp8Scaling::row;
+  constexpr int64_t kKnowsRows = 120900;  // the version from which on factors may have scales of rows
+  void* handle = nullptr;
+  if (!cublas_lt::available().ok() || (rows && cublas_lt::version() < kKnowsRows)) return false;
+  if (torch_get_current_cuda_blas_handle) TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
+  if (!handle) return false;
+  const auto factor = [&](const Operand& o) { return aligned(op, o.scale ? *o.scale : ones(op, o.data.size(0), o.data)); };
+  const Tensor scale_a = factor(a), scale_b = factor(b);
+  const int64_t terms = a.data.size(1);
+  const auto is_e5m2 = [](const Tensor& t) { return t.scalar_type() == ScalarType::Float8_e5m2; };
+  const cublas_lt::Product p{.a = {a.data.const_data_ptr(), terms, false},
+                             .b = {b.data.const_data_ptr(), terms, true},
+                             .out = out.mutable_data_ptr(),
+                             .bias = const_at(bias),
+                             .aux = nullptr,
+                             .rows = out.size(0),
+                             .columns = out.size(1),
+                             .inner = terms,
+                             .epilogue = bias ? cublas_lt::Epilogue::bias : cublas_lt::Epilogue::none,
+                             .dtype = float_dtype(op, "out", out),
+                             .device = out.get_device_index(),
+                             .scales = rows ? Scales::rows : Scales::tensor,
+                             .a_scale = scale_a.const_data_ptr(),
+                             .b_scale = scale_b.const_data_ptr(),
+                             .a_e5m2 = is_e5m2(a.data),
+                             .b_e5m2 = is_e5m2(b.data),
+                             .fast = accumulates_fast(options.accumulate, terms, false)};
+  if (!on_16_bytes(p.a.data) || !on_16_bytes(p.b.data) || !on_16_bytes(p.out) || !on_16_bytes(p.bias)) return false;
+  cublas_lt::Choice choice;
+  raise_if_failed(op, cublas_lt::choose(handle, p, &choice));
+  if (!choice.found) return false;
+  OptionalTensor workspace;
+  if (choice.workspace_bytes > 0)
+    workspace = allocate_vector(op, "workspace in bytes", choice.workspace_bytes, aoti_torch_dtype_uint8(), out);
+  raise_if_failed(op, cublas_lt::multiply(handle, current_stream(out), p, at(workspace), choice.workspace_bytes));
+  return true;
+#else
+  return false;
+#endif
+}
+
 void multiply_on_card(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,
                       const ScaledOptions& options) {
-  if (!aoti_torch_cuda__scaled_mm_out)
-    refuse(op, "emulate", "True with this build of torch, which does not share its 8-bit products", "False");
   int32_t code = dtype_code(out);
   const bool wide = code == aoti_torch_dtype_float32();
   const bool blocks = options.activations == Fp8Scaling::block;
-  const Tensor scale_a = aligned(op, blocks ? block_scales(op, a) : a.scale);
-  const Tensor of_b = aligned(op, blocks ? block_scales(op, b) : b.scale);
-  const Tensor scale_b = options.activations == Fp8Scaling::tensor ? of_b : transposed(of_b);
   OptionalTensor added;
   if (bias) added = as_contiguous(in_dtype(op, "bias", *bias, code), op);
+  if (!blocks && multiply_by_plan(op, a, b, wide ? std::nullopt : added, out, options)) {
+    if (added && wide)
+      torch::stable::copy_(const_cast<Tensor&>(out), torch::stable::subtract(out, *added, -1.0));
+    return;
+  }
+  if (!aoti_torch_cuda__scaled_mm_out)
+    refuse(op, "emulate", "True with this build of torch, which does not share its 8-bit products", "False");
+  const auto scale_of = [&](const Operand& o) {
+    if (blocks) return block_scales(op, o);
+    const int64_t rows = o.data.size(0);
+    return o.scale ? *o.scale : matrix_view(ones(op, rows, o.data), 0, rows, 1, 1);
+  };
+  const Tensor scale_a = aligned(op, scale_of(a)), of_b = aligned(op, scale_of(b));
+  const Tensor scale_b = options.activations == Fp8Scaling::tensor ? of_b : transposed(of_b);
   AtenTensorHandle handle = added ? added->get() : nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_cuda__scaled_mm_out(out.get(), a.data.get(), transposed(b.data).get(),
                                                         scale_a.get(), scale_b.get(),
@@ -231,7 +309,7 @@ void multiply_scaled(const char* op, const Operand& a, const Operand& b, const O
 
 // Zeros below the rows, up to a multiple of 16: the terms of the weight's gradient, and the rows of blocks.
 Tensor filled_up(const char* op, const Tensor& t) {
-  const int64_t rows = t.size(0), columns = t.size(1), more = ceil_div(rows, kSizeMultiple) * kSizeMultiple;
+  const int64_t rows = t.size(0), columns = t.size(1), more = whole_sixteens(rows);
   if (more == rows) return t;
   const int64_t sizes[2] = {more, columns};
   const Tensor all = allocate(op, "rows filled up to 16", sizes, 2, dtype_code(t), t);
@@ -242,9 +320,10 @@ Tensor filled_up(const char* op, const Tensor& t) {
   return all;
 }
 
+// Counts that a CPU loop will not write.
 Tensor no_counts(const char* op, const Tensor& like) {
-  Tensor counts = allocate_vector(op, "counts", 2, aoti_torch_dtype_int64(), like);
-  torch::stable::zero_(counts);
+  Tensor counts = zeros(op, "counts", 2, aoti_torch_dtype_int64(), like);
+  if (!runs_kernels(like)) torch::stable::zero_(counts);
   return counts;
 }
 
@@ -261,12 +340,27 @@ void check_shared(const char* op, const char* data_name, const char* scale_name,
   check_bytes(op, data_name, scale_name, data, scale, rows, columns, as_x, like);
 }
 
+// Bytes [rows, columns] that were turned. Scales beside them have those of blocks alone.
+void check_turned(const char* op, const char* data_name, const char* scale_name, const OptionalTensor& data,
+                  const OptionalTensor& scale, int64_t rows, int64_t columns, Fp8Scaling scaling, const Tensor& like) {
+  const bool blocks = scaling == Fp8Scaling::block || scaling == Fp8Scaling::block2d;
+  if (!blocks && scale) refuse(op, scale_name, "None: these bytes have the scales of others", "a tensor");
+  if (blocks && data.has_value() != scale.has_value())
+    refuse(op, scale_name, std::string(data ? "a tensor" : "None") + " beside " + data_name,
+           data ? "None" : "a tensor");
+  if (!data) return;
+  check_of(op, data_name, *data, kE4m3, {rows, columns}, like);
+  if (!data->is_contiguous()) refuse(op, data_name, "a contiguous tensor", "other strides");
+  if (!blocks) return;
+  const int64_t down = scaling == Fp8Scaling::block2d ? ceil_div(rows, kFp8Block) : rows;
+  check_of(op, scale_name, *scale, ScalarType::Float, {down, ceil_div(columns, kFp8Block)}, like);
+}
+
 int64_t product_of_rows(const Tensor& t) {
   int64_t rows = 1;
   for (int64_t i = 0; i + 1 < t.dim(); ++i) rows *= t.size(i);
   return rows;
 }
-int64_t whole_sixteens(int64_t rows) { return ceil_div(rows, kSizeMultiple) * kSizeMultiple; }
 
 // ---- the ops
 
@@ -323,35 +417,63 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor x_any, Tensor 
           or_nothing(op, is_new ? made : std::nullopt, real, x_any)};
 }
 
-// A gradient that is not wanted has zero elements. Counts and the largest magnitude are those of dy. x_turned: bytes of
-// the columns of x.
+// The weight as a product of the gradient of x reads it, [in, out]: by scales of rows and of the tensor the bytes of the
+// forward, turned.
+struct TurnedWeight {
+  Operand operand;
+  OptionalTensor absorbed;  // scales of the weight's rows, which lie along the sum
+};
+TurnedWeight turned_weight(const char* op, const Tensor& weight, const OptionalTensor& data, const OptionalTensor& scale,
+                           const OptionalTensor& turned, const OptionalTensor& turned_scale,
+                           const ScaledOptions& options) {
+  if (options.activations == Fp8Scaling::block)
+    return {turned ? Operand{*turned, as_contiguous(*turned_scale, op)}
+                   : cast(weight, std::nullopt, options.weights, true, options),
+            std::nullopt};
+  const Operand rows = data ? Operand{*data, as_contiguous(*scale, op)}
+                            : cast(weight, std::nullopt, options.weights, false, options);
+  const Tensor bytes = turned ? *turned : transposed_bytes(op, rows.data, rows.data.size(0));
+  if (options.activations == Fp8Scaling::tensor) return {{bytes, rows.scale}, std::nullopt};
+  return {{bytes, std::nullopt}, rows.scale};
+}
+
+// A gradient that is not wanted has zero elements. Counts and the largest magnitude are those of dy. x: for scales of
+// blocks and for a gradient of what was not cast; else the bytes of x, by the forward. x_turned: bytes of the columns of
+// x, by another layer of it; its scale, and that of the turned weight, of blocks alone.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    Tensor dy_any, OptionalTensor x_any, Tensor weight, OptionalTensor bias, OptionalTensor transposed_data,
-    OptionalTensor transposed_scale, OptionalTensor x_scale, OptionalTensor dy_scale, OptionalTensor x_turned,
-    OptionalTensor x_turned_scale, int64_t scaling, int64_t accumulate, bool e5m2, bool high, bool power_of_two,
-    bool emulate, bool watch, bool want_dx, bool want_dweight, bool want_dbias) {
+    Tensor dy_any, OptionalTensor x_any, Tensor weight, OptionalTensor bias, OptionalTensor x_data,
+    OptionalTensor x_data_scale, OptionalTensor weight_data, OptionalTensor weight_scale, OptionalTensor turned,
+    OptionalTensor turned_scale, OptionalTensor dy_scale, OptionalTensor x_turned, OptionalTensor x_turned_scale,
+    int64_t scaling, int64_t accumulate, bool e5m2, bool high, bool power_of_two, bool emulate, bool watch, bool want_dx,
+    bool want_dweight, bool want_dbias) {
   const char* op = backward_name(LinearOp::scaled_linear);
   const ScaledLayer layer = check_weight(op, weight, dy_any, true);
   check_bias(op, bias, layer.out, dy_any);
   const ScaledOptions options = options_of(op, scaling, accumulate, e5m2, high, power_of_two, emulate, watch);
-  check_bytes(op, "transposed", "transposed_scale", transposed_data, transposed_scale, layer.in, layer.out, options,
-              dy_any);
-  check_given(op, "x_scale", x_scale, options, dy_any);
-  check_given(op, "dy_scale", dy_scale, options, dy_any);
-  if (want_dweight && !x_any) refuse(op, "x", "a tensor when the weight's gradient is wanted", "None");
-  if (want_dbias && !bias) refuse(op, "bias", "a tensor when its gradient is wanted", "None");
-  if (x_any) check_rows(op, "x", *x_any, dy_any, layer.in, narrow_dtype(op, "dy", dy_any));
-  check_shared(op, "x_turned", "x_turned_scale", x_turned, x_turned_scale, layer.in,
-               whole_sixteens(product_of_rows(dy_any)), options, dy_any);
-
-  const OnDeviceOf device(dy_any);
   const bool by_casts = want_dweight && !high, blocks = options.activations == Fp8Scaling::block;
   const bool one = options.activations == Fp8Scaling::tensor;
+  const int64_t dy_rows = product_of_rows(dy_any), terms = whole_sixteens(dy_rows);
+  check_shared(op, "x_data", "x_data_scale", x_data, x_data_scale, dy_rows, layer.in, options, dy_any);
+  check_bytes(op, "weight_data", "weight_scale", weight_data, weight_scale, layer.out, layer.in, options, dy_any);
+  check_turned(op, "turned", "turned_scale", turned, turned_scale, layer.in, layer.out, options.weights, dy_any);
+  check_given(op, "dy_scale", dy_scale, options, dy_any);
+  check_turned(op, "x_turned", "x_turned_scale", x_turned, x_turned_scale, layer.in, terms, options.activations, dy_any);
+  if (want_dweight && (high || blocks) && !x_any)
+    refuse(op, "x", "a tensor when the weight's gradient is wanted", "None");
+  if (by_casts && !blocks && !x_data) refuse(op, "x_data", "a tensor when the weight's gradient is wanted", "None");
+  if (want_dbias && !bias) refuse(op, "bias", "a tensor when its gradient is wanted", "None");
+  if (x_any) check_rows(op, "x", *x_any, dy_any, layer.in, narrow_dtype(op, "dy", dy_any));
+
+  const OnDeviceOf device(dy_any);
   const Tensor rows = adjacent_rows(op, "dy", dy_any);
   const Tensor dy = by_casts || blocks ? filled_up(op, rows) : rows;
   const int32_t wide = aoti_torch_dtype_float32(), own = dtype_code(dy_any);
-  OptionalTensor dx, dweight, dbias, counts, sums, amax, turned_data, turned_scale;
+  OptionalTensor dx, dweight, dbias, counts, sums, amax, new_turned, new_turned_scale;
   if (want_dx || by_casts) {
+    std::optional<TurnedWeight> b;
+    if (want_dx) b = turned_weight(op, weight, weight_data, weight_scale, turned, turned_scale, options);
+    OptionalTensor x_scale;  // of its rows: absorbed
+    if (by_casts && !blocks) x_scale = as_contiguous(*x_data_scale, op);
     const Casts c = cast_fp8(dy, dy_scale,
                              {.scaling = options.activations,
                               .transpose = !by_casts ? Fp8Transpose::no
@@ -361,7 +483,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                               .power_of_two = power_of_two,
                               .counts = true,
                               .column_sums = want_dbias,
-                              .amax = watch && dy_scale});
+                              .amax = watch && dy_scale,
+                              .column_factor = b && b->absorbed ? &*b->absorbed : nullptr,
+                              .row_factor = x_scale && !one ? &*x_scale : nullptr});
     counts = c.counts;
     sums = c.sums;
     amax = c.amax;
@@ -374,26 +498,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
         a.data = matrix_view(*c.data, 0, rows.size(0), layer.out, layer.out);
         if (!one) a.scale = matrix_view(*c.scale, 0, rows.size(0), 1, 1);
       }
-      if (to.numel())
-        multiply_scaled(op, a,
-                        transposed_data ? Operand{*transposed_data, as_contiguous(*transposed_scale, op)}
-                                        : cast(weight, std::nullopt, options.weights, true, options),
-                        std::nullopt, to, options);
+      if (to.numel()) multiply_scaled(op, a, b->operand, std::nullopt, to, options);
     }
     if (by_casts) {
       const int64_t sizes[2] = {layer.out, layer.in};
       dweight = allocate(op, "gradient of weight", sizes, 2, dtype_code(weight), dy_any);
-      const Operand of_x =
-          x_turned ? Operand{*x_turned, as_contiguous(*x_turned_scale, op)}
-                   : cast(filled_up(op, adjacent_rows(op, "x", *x_any)), x_scale, options.activations, true, options);
+      Operand of_x;
+      if (!blocks)
+        of_x = {x_turned ? *x_turned : transposed_bytes(op, *x_data, terms), one ? x_scale : std::nullopt};
+      else if (x_turned)
+        of_x = {*x_turned, as_contiguous(*x_turned_scale, op)};
+      else
+        of_x = cast(filled_up(op, adjacent_rows(op, "x", *x_any)), std::nullopt, options.activations, true, options);
       multiply_scaled(op,
                       {*c.transposed, dy_scale ? *dy_scale
                                       : one    ? *c.scale
                                                : *c.transposed_scale},
                       of_x, std::nullopt, *dweight, options);
       if (!x_turned) {
-        turned_data = of_x.data;
-        if (!x_scale) turned_scale = of_x.scale;
+        new_turned = of_x.data;
+        if (blocks) new_turned_scale = of_x.scale;
       }
     }
   } else {
@@ -416,8 +540,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {
       or_nothing(op, dx, own, dy_any),           or_nothing(op, dweight, own, dy_any),
       or_nothing(op, dbias, own, dy_any),        *counts,
-      or_nothing(op, amax, wide, dy_any),        or_nothing(op, turned_data, aoti_torch_dtype_float8_e4m3fn(), dy_any),
-      or_nothing(op, turned_scale, wide, dy_any)};
+      or_nothing(op, amax, wide, dy_any),        or_nothing(op, new_turned, aoti_torch_dtype_float8_e4m3fn(), dy_any),
+      or_nothing(op, new_turned_scale, wide, dy_any)};
+}
+
+// A weight as a layer keeps it: its bytes and scales, or turned, for the gradient of x.
+std::tuple<Tensor, Tensor> cast_weight(Tensor weight, int64_t scaling, bool power_of_two, bool turned) {
+  const char* op = "scaled_linear_cast";
+  const ScaledOptions options = options_of(op, scaling, 0, false, false, power_of_two, false, false);
+  narrow_dtype(op, "weight", weight);
+  if (weight.dim() != 2) refuse(op, "weight", "two dimensions", shape_text(weight));
+  check_features(op, weight);
+  const OnDeviceOf device(weight);
+  const bool blocks = options.activations == Fp8Scaling::block;
+  const Operand made = cast(weight, std::nullopt, options.weights, turned && blocks, options);
+  return {turned && !blocks ? transposed_bytes(op, made.data, made.data.size(0)) : made.data, *made.scale};
 }
 
 #define WARPSMITH_SCALED_OPTIONS \
@@ -431,17 +568,19 @@ WARPSMITH_SCHEMAS(m) {
                                ") -> (Tensor y, Tensor counts, Tensor amax, Tensor new_data, Tensor new_scale)")
               .c_str());
   m.def(
-      "scaled_linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor? bias, Tensor? transposed, "
-      "Tensor? transposed_scale, Tensor? x_scale, Tensor? dy_scale, Tensor? x_turned, "
-      "Tensor? x_turned_scale, " WARPSMITH_SCALED_OPTIONS
+      "scaled_linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor? bias, Tensor? x_data, Tensor? x_data_scale, "
+      "Tensor? weight_data, Tensor? weight_scale, Tensor? turned, Tensor? turned_scale, Tensor? dy_scale, "
+      "Tensor? x_turned, Tensor? x_turned_scale, " WARPSMITH_SCALED_OPTIONS
       ", bool want_dx, bool want_dweight, bool want_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor counts, "
       "Tensor amax, Tensor new_turned, Tensor new_turned_scale)");
+  m.def("scaled_linear_cast(Tensor weight, int scaling, bool power_of_two, bool turned) -> (Tensor data, Tensor scale)");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl("scaled_linear", TORCH_BOX(&forward));
   m.impl("scaled_linear_forward", TORCH_BOX(&forward));
   m.impl("scaled_linear_backward", TORCH_BOX(&backward));
+  m.impl("scaled_linear_cast", TORCH_BOX(&cast_weight));
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include "bindings/support/device.h"
 #include "bindings/support/library.h"
 #include "bindings/support/rows.h"
+#include "bindings/support/scratch.h"
 
 namespace warpsmith {
 namespace {
@@ -46,6 +47,13 @@ std::vector<int64_t> scale_shape(Fp8Scaling scaling, std::vector<int64_t> shape,
   return {};
 }
 
+// A vector of one element as a tensor without dimensions.
+Tensor scalar_of(const Tensor& one) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(one.get(), 0, nullptr, nullptr, 0, &handle));
+  return Tensor(handle);
+}
+
 }  // namespace
 
 Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, const CastOptions& o) {
@@ -81,9 +89,10 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
   if (!given && (data_wanted || one)) casts.scale = allocate_of("scale", scales, real, x_any);
   if (!given && transposed_wanted && !one)
     casts.transposed_scale = allocate_of("transposed_scale", turned_scales, real, x_any);
-  if (o.counts) casts.counts = allocate_vector(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
+  const OnDeviceOf device(x_any);
+  if (o.counts) casts.counts = zeros(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
   if (o.column_sums) casts.sums = allocate_vector(kQuantize, "column_sums", x.columns, real, x_any);
-  if (o.amax) casts.amax = allocate(kQuantize, "amax", nullptr, 0, real, x_any);
+  if (o.amax) casts.amax = scalar_of(zeros(kQuantize, "amax", 1, real, x_any));
 
   // Not null where there is nothing to write: an output without elements is wanted all the same.
   const auto address = [](const std::optional<Tensor>& t) -> void* {
@@ -101,18 +110,26 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
                    .amax = floats(casts.amax),
                    .counts = static_cast<int64_t*>(address(casts.counts)),
                    .workspace = nullptr,
+                   .maxima = nullptr,
+                   .column_factor = o.column_factor ? static_cast<const float*>(o.column_factor->const_data_ptr()) : nullptr,
+                   .row_factor = o.row_factor ? static_cast<const float*>(o.row_factor->const_data_ptr()) : nullptr,
                    .rows = x.rows,
                    .columns = x.columns,
                    .x_stride = x.stride,
+                   .factor_rows = o.row_factor ? o.row_factor->numel() : 0,
                    .scaling = o.scaling,
                    .given = given.has_value(),
                    .power_of_two = o.power_of_two,
                    .e5m2 = e5m2,
                    .dtype = x_dtype};
-  std::optional<Tensor> workspace;
+  std::optional<Tensor> workspace, maxima;
   run_on(
       kQuantize, x_any,
       [&](void* stream) {
+        if (const int64_t elems = quantize_maxima_elems(p)) {
+          maxima = zeros(kQuantize, "largest magnitudes", elems, real, x_any);
+          p.maxima = static_cast<float*>(maxima->mutable_data_ptr());
+        }
         if (const int64_t elems = quantize_workspace_elems(p)) {
           workspace = allocate_vector(kQuantize, "partial results", elems, real, x_any);
           p.workspace = static_cast<float*>(workspace->mutable_data_ptr());
@@ -197,30 +214,29 @@ Tensor dequantize_fp8(Tensor data_any, Tensor scale_any, ScalarType dtype) {
   return y;
 }
 
+Tensor transposed_bytes(const char* op, const Tensor& data, int64_t rows_to) {
+  const int64_t sizes[2] = {data.size(1), rows_to};
+  Tensor made = allocate(op, "transposed bytes", sizes, 2, dtype_code(data), data);
+  if (made.numel() == 0) return made;
+  const TransposeBytesParams p{data.const_data_ptr(), made.mutable_data_ptr(), data.size(0), data.size(1), rows_to};
+  run_on(
+      op, data, [&](void* stream) { return transpose_bytes_cuda(p, stream); },
+      [&](const Parallel& threads) { return transpose_bytes_cpu(p, threads); });
+  return made;
+}
+
 Tensor fp8_amax(Tensor x_any, bool by_row) {
   const Dtype dtype = narrow_dtype(kAmax, "x", x_any);
   const Rows x = as_rows(kAmax, "x", x_any);
   const int32_t real = aoti_torch_dtype_float32();
   const std::vector<int64_t> shape =
       scale_shape(by_row ? Fp8Scaling::row : Fp8Scaling::tensor, shape_of(x_any), x.rows);
-  const Tensor found = allocate(kAmax, "amax", shape.data(), static_cast<int64_t>(shape.size()), real, x_any);
-  const int64_t down = ceil_div(x.rows, kFp8Block), across = ceil_div(x.columns, kFp8Block);
-  Fp8AmaxParams p{x.tensor.const_data_ptr(),
-                  static_cast<float*>(found.mutable_data_ptr()),
-                  nullptr,
-                  x.rows,
-                  x.columns,
-                  x.stride,
-                  by_row,
-                  dtype};
-  std::optional<Tensor> workspace;
+  Tensor found = allocate(kAmax, "amax", shape.data(), static_cast<int64_t>(shape.size()), real, x_any);
+  if (runs_kernels(x_any)) torch::stable::zero_(found);
+  const Fp8AmaxParams p{x.tensor.const_data_ptr(), static_cast<float*>(found.mutable_data_ptr()), x.rows, x.columns,
+                        x.stride, by_row, dtype};
   run_on(
-      kAmax, x_any,
-      [&](void* stream) {
-        workspace = allocate_vector(kAmax, "partial results", across * (by_row ? x.rows : down), real, x_any);
-        p.workspace = static_cast<float*>(workspace->mutable_data_ptr());
-        return fp8_amax_cuda(p, stream);
-      },
+      kAmax, x_any, [&](void* stream) { return fp8_amax_cuda(p, stream); },
       [&](const Parallel& threads) { return fp8_amax_cpu(p, threads); });
   return found;
 }

@@ -27,6 +27,7 @@ WARPSMITH_LOOPS(bfloat16)
 WARPSMITH_LOOPS(double)
 #undef WARPSMITH_LOOPS
 
+constexpr int64_t kMirrorSide = 32;    // rows and columns of a tile that stay in the first-level cache
 constexpr int64_t kTileColumns = 512;  // sums of a tile stay in the first-level cache over all rows
 // A long column is a sum of groups, and a group a sum of pieces: rounding errors grow with the number of terms of one
 // chain. With pieces of 32 rows alone, 40 rows of float32 were off by 4 ulp, torch's sum by less than one.
@@ -62,6 +63,22 @@ Status column_sums_cpu(const ColumnSumsParams& p, const Parallel& parallel) {
       }
     });
     return Status();
+  });
+}
+
+// Threads divide the tile rows that are written.
+Status mirror_cpu(const MirrorParams& p, const Parallel& parallel) {
+  const int64_t sides = ceil_div(p.n, kMirrorSide);
+  return visit_cpu_dtype(p.dtype, [&]<class T>() {
+    parallel(p.batches * sides, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t tile = begin; tile < end; ++tile) {
+        T* x = static_cast<T*>(p.x) + tile / sides * p.n * p.n;
+        const int64_t first = tile % sides * kMirrorSide, last = std::min(p.n, first + kMirrorSide);
+        for (int64_t c = 0; c < last; c += kMirrorSide)
+          for (int64_t i = first; i < last; ++i)
+            for (int64_t j = c; j < std::min(i, c + kMirrorSide); ++j) x[i * p.n + j] = x[j * p.n + i];
+      }
+    });
   });
 }
 

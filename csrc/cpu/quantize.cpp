@@ -159,8 +159,15 @@ template <class T, class F> class Caster {
     const int64_t across = ceil_div(m_.columns, kFp8Block);
     parallel_(m_.rows, grain(m_.columns), [&](int64_t begin, int64_t end) {
       Counts counts;
+      std::vector<float> scaled(p_.column_factor ? m_.columns : 0);
       for (int64_t r = begin; r < end; ++r) {
         F* y = static_cast<F*>(p_.data) + r * m_.columns;
+        if (p_.column_factor) {
+          for (int64_t c = 0; c < m_.columns; ++c) scaled[c] = to_float(*m_.at(r, c)) * p_.column_factor[c];
+          if (!p_.given) p_.scale[r] = scale_of(largest_of(scaled.data(), m_.columns));
+          cast_all(scaled.data(), p_.scale[r], y, m_.columns, counts);
+          continue;
+        }
         if (p_.scaling == Fp8Scaling::tensor || p_.scaling == Fp8Scaling::row) {
           float* scale = p_.scale + (p_.scaling == Fp8Scaling::row ? r : 0);
           if (p_.scaling == Fp8Scaling::row && !p_.given) *scale = scale_of(largest_of(m_.at(r, 0), m_.columns));
@@ -179,18 +186,30 @@ template <class T, class F> class Caster {
     });
   }
 
+  // n values of row r by its factor.
+  const float* scaled_row(int64_t r, int64_t first, int64_t n, float* to) const {
+    const float factor = r < p_.factor_rows ? p_.row_factor[r] : 1.0f;
+    for (int64_t c = 0; c < n; ++c) to[c] = to_float(*m_.at(r, first + c)) * factor;
+    return to;
+  }
+
   // A thread takes columns, kFp8Block at a time, and turns squares of bytes.
   void columns() const {
     const int64_t down = ceil_div(m_.rows, kFp8Block), across = ceil_div(m_.columns, kFp8Block);
     parallel_(across, grain(m_.rows * kFp8Block), [&](int64_t begin, int64_t end) {
       Counts counts;
       F bytes[kFp8Block][kFp8Block];
-      float scale[kFp8Block];
+      float scale[kFp8Block], scaled[kFp8Block];
       for (int64_t j = begin; j < end; ++j) {
         const int64_t first = j * kFp8Block, n = width(j);
         const auto column_scales = [&](int64_t from, int64_t to, int64_t stride, int64_t block) {
           uint32_t most[kFp8Block] = {};
-          for (int64_t r = from; r < to; ++r) largest_of_each(m_.at(r, first), most, n);
+          for (int64_t r = from; r < to; ++r) {
+            if (p_.row_factor)
+              largest_of_each(scaled_row(r, first, n, scaled), most, n);
+            else
+              largest_of_each(m_.at(r, first), most, n);
+          }
           for (int64_t c = 0; c < n; ++c) p_.transposed_scale[(first + c) * stride + block] = scale_of(most[c]);
         };
         if (p_.scaling == Fp8Scaling::row && !p_.given) column_scales(0, m_.rows, 1, 0);
@@ -203,7 +222,12 @@ template <class T, class F> class Caster {
               case Fp8Scaling::block: scale[c] = p_.transposed_scale[(first + c) * down + i]; break;
               case Fp8Scaling::block2d: scale[c] = p_.transposed_scale[j * down + i]; break;
             }
-          for (int64_t r = 0; r < height; ++r) cast_each(m_.at(top + r, first), scale, bytes[r], n, counts);
+          for (int64_t r = 0; r < height; ++r) {
+            if (p_.row_factor)
+              cast_each(scaled_row(top + r, first, n, scaled), scale, bytes[r], n, counts);
+            else
+              cast_each(m_.at(top + r, first), scale, bytes[r], n, counts);
+          }
           for (int64_t c = 0; c < n; ++c) {
             F* y = static_cast<F*>(p_.transposed) + (first + c) * m_.rows + top;
             for (int64_t r = 0; r < height; ++r) y[r] = bytes[r][c];
@@ -264,6 +288,18 @@ Status fp8_amax_cpu(const Fp8AmaxParams& p, const Parallel& parallel) {
 Status fp8_scale_cpu(const Fp8ScaleParams& p, const Parallel&) {
   for (int64_t i = 0; i < p.count; ++i)
     p.scale[i] = scale_of_amax(p.amax[i], p.e5m2 ? kE5m2Limits : kE4m3Limits, p.power_of_two);
+  return {};
+}
+
+Status transpose_bytes_cpu(const TransposeBytesParams& p, const Parallel& parallel) {
+  const auto* from = static_cast<const uint8_t*>(p.data);
+  auto* to = static_cast<uint8_t*>(p.transposed);
+  parallel(ceil_div(p.columns, kFp8Block), grain(p.rows_to * kFp8Block), [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin * kFp8Block; c < std::min(p.columns, end * kFp8Block); ++c) {
+      for (int64_t r = 0; r < p.rows; ++r) to[c * p.rows_to + r] = from[r * p.columns + c];
+      std::fill(to + c * p.rows_to + p.rows, to + (c + 1) * p.rows_to, uint8_t{0});
+    }
+  });
   return {};
 }
 

@@ -82,6 +82,9 @@ template <class T, class F> T atomic_update(T* p, F&& next, Site site) {
 template <class T> T atomicAdd(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
   return ::warpsmith::sim::atomic_update(p, [&](T old) { return old + v; }, site);
 }
+template <class T> T atomicMax(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
+  return ::warpsmith::sim::atomic_update(p, [&](T old) { return old < v ? v : old; }, site);
+}
 template <class T> T atomicExch(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
   return ::warpsmith::sim::atomic_update(p, [&](T) { return v; }, site);
 }

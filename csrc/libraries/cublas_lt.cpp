@@ -62,10 +62,17 @@ Status error(const char* function, cublasStatus_t code) {
       return error(#function, code);                                                              \
   } while (false)
 
-cudaDataType_t type_of(Dtype dtype) { return dtype == Dtype::float16 ? CUDA_R_16F : CUDA_R_16BF; }
+cudaDataType_t type_of(Dtype dtype) {
+  return dtype == Dtype::float32 ? CUDA_R_32F : dtype == Dtype::float16 ? CUDA_R_16F : CUDA_R_16BF;
+}
+cudaDataType_t factor_type(const Product& p, bool e5m2) {
+  return p.scales == Scales::none ? type_of(p.dtype) : e5m2 ? CUDA_R_8F_E5M2 : CUDA_R_8F_E4M3;
+}
 
 cublasLtEpilogue_t epilogue_of(Epilogue epilogue) {
   switch (epilogue) {
+    case Epilogue::none: return CUBLASLT_EPILOGUE_DEFAULT;
+    case Epilogue::bias: return CUBLASLT_EPILOGUE_BIAS;
     case Epilogue::gelu: return CUBLASLT_EPILOGUE_GELU;
     case Epilogue::gelu_bias: return CUBLASLT_EPILOGUE_GELU_BIAS;
     case Epilogue::gelu_aux: return CUBLASLT_EPILOGUE_GELU_AUX;
@@ -83,7 +90,7 @@ struct Plan {
 };
 
 // What a plan depends on. Not on addresses: their alignment is always taken for 16 bytes.
-using Key = std::array<int64_t, 10>;
+using Key = std::array<int64_t, 12>;
 
 Key key_of(const Product& p) {
   return {p.device,
@@ -95,7 +102,9 @@ Key key_of(const Product& p) {
           p.b.stride,
           p.b.transposed,
           static_cast<int64_t>(p.dtype),
-          static_cast<int64_t>(p.epilogue)};
+          static_cast<int64_t>(p.epilogue),
+          static_cast<int64_t>(p.scales),
+          p.a_e5m2 + 2 * p.b_e5m2 + 4 * p.fast};
 }
 
 // The most recently used plan is the first of the list.
@@ -144,6 +153,18 @@ Status describe(const Product& p, cublasLtMatmulDescOpaque_t* to) {
   WARPSMITH_RETURN_IF_FAILED(set(to, CUBLASLT_MATMUL_DESC_TRANSB, static_cast<int32_t>(operation(p.a))));
   WARPSMITH_RETURN_IF_FAILED(set(to, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<uint32_t>(epilogue_of(p.epilogue))));
   if (p.bias) WARPSMITH_RETURN_IF_FAILED(set(to, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias));
+  if (p.scales != Scales::none) {
+    WARPSMITH_RETURN_IF_FAILED(set(to, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b_scale));
+    WARPSMITH_RETURN_IF_FAILED(set(to, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a_scale));
+    WARPSMITH_RETURN_IF_FAILED(set(to, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(p.fast)));
+    if (p.bias)
+      WARPSMITH_RETURN_IF_FAILED(set(to, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(type_of(p.dtype))));
+  }
+  if (p.scales == Scales::rows) {
+    constexpr auto kRows = static_cast<int32_t>(CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
+    WARPSMITH_RETURN_IF_FAILED(set(to, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kRows));
+    WARPSMITH_RETURN_IF_FAILED(set(to, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kRows));
+  }
   if (p.aux) {
     WARPSMITH_RETURN_IF_FAILED(set(to, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.aux));
     WARPSMITH_RETURN_IF_FAILED(set(to, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.columns));
@@ -152,9 +173,9 @@ Status describe(const Product& p, cublasLtMatmulDescOpaque_t* to) {
 }
 
 // [rows, columns] as the library counts it: its columns are our rows.
-Status lay_out(const Matrix& m, int64_t rows, int64_t columns, Dtype dtype, cublasLtMatrixLayoutOpaque_t* to) {
+Status lay_out(const Matrix& m, int64_t rows, int64_t columns, cudaDataType_t type, cublasLtMatrixLayoutOpaque_t* to) {
   const int64_t first = m.transposed ? rows : columns, second = m.transposed ? columns : rows;
-  WARPSMITH_CALL(cublasLtMatrixLayoutInit_internal, to, sizeof *to, type_of(dtype), static_cast<uint64_t>(first),
+  WARPSMITH_CALL(cublasLtMatrixLayoutInit_internal, to, sizeof *to, type, static_cast<uint64_t>(first),
                  static_cast<uint64_t>(second), m.stride);
   return {};
 }
@@ -175,9 +196,9 @@ int number_of(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAtt
 Status make_plan(void* handle, const Product& p, Plan* plan) {
   cublasLtMatmulDescOpaque_t product;
   WARPSMITH_RETURN_IF_FAILED(describe(p, &product));
-  WARPSMITH_RETURN_IF_FAILED(lay_out(p.b, p.inner, p.columns, p.dtype, &plan->first));
-  WARPSMITH_RETURN_IF_FAILED(lay_out(p.a, p.rows, p.inner, p.dtype, &plan->second));
-  WARPSMITH_RETURN_IF_FAILED(lay_out({p.out, p.columns, false}, p.rows, p.columns, p.dtype, &plan->out));
+  WARPSMITH_RETURN_IF_FAILED(lay_out(p.b, p.inner, p.columns, factor_type(p, p.b_e5m2), &plan->first));
+  WARPSMITH_RETURN_IF_FAILED(lay_out(p.a, p.rows, p.inner, factor_type(p, p.a_e5m2), &plan->second));
+  WARPSMITH_RETURN_IF_FAILED(lay_out({p.out, p.columns, false}, p.rows, p.columns, type_of(p.dtype), &plan->out));
 
   cublasLtMatmulPreferenceOpaque_t preference;
   WARPSMITH_CALL(cublasLtMatmulPreferenceInit_internal, &preference, sizeof preference);

@@ -5,12 +5,14 @@
 #include "common/status.h"
 
 // cuBLASLt, as far as it is needed: products whose epilogue adds a bias, applies GELU and writes the pre-activation, or
-// multiplies by GELU's derivative. The library is the copy that torch has opened. Its header is read by cublas_lt.cpp
+// multiplies by GELU's derivative; and products of 8-bit floats with scales. The library is the copy that torch has opened. Its header is read by cublas_lt.cpp
 // alone, which a build without that header leaves out. cuBLAS documentation, "Using the cuBLASLt API".
 namespace warpsmith::cublas_lt {
 
-// Behind the product of a 16-bit matrix. GELU is the form by tanh, approximated by the library.
+// Behind the product. GELU, of 16-bit matrices, is the form by tanh, approximated by the library.
 enum class Epilogue : uint8_t {
+  none,
+  bias,           // out = a @ b + bias
   gelu,           // out = gelu(a @ b)
   gelu_bias,      // out = gelu(a @ b + bias)
   gelu_aux,       // aux = a @ b, out = gelu(aux)
@@ -25,7 +27,11 @@ struct Matrix {
   bool transposed;
 };
 
-// All matrices are of one 16-bit dtype, on 16 bytes, their rows too. Sums are float32.
+// Of 8-bit factors: one scale a factor, or one a row of `a` and one a column of `b`.
+enum class Scales : uint8_t { none, tensor, rows };
+
+// All matrices are on 16 bytes, their rows too. Without scales all are of one 16-bit dtype; with scales a and b are
+// 8-bit floats, `a` as it lies and `b` transposed, and the others are of `dtype`. Sums are float32.
 struct Product {
   Matrix a;          // [rows, inner]
   Matrix b;          // [inner, columns]
@@ -36,6 +42,10 @@ struct Product {
   Epilogue epilogue;
   Dtype dtype;
   int device;
+  Scales scales = Scales::none;
+  const void *a_scale = nullptr, *b_scale = nullptr;  // float32, on 16 bytes
+  bool a_e5m2 = false, b_e5m2 = false;                // else e4m3
+  bool fast = false;                                  // sums of 8-bit products in fewer bits
 };
 
 // The library's choice for a product: the first of its heuristic, with at most 32 MiB of workspace, and with split-K

@@ -32,6 +32,19 @@ ProductProblem product_of(const LinearProblem& p, int which, bool gated) {
   return {p.rows, p.out_features, p.in_features, layout, epilogue};
 }
 
+py::dict described(const ProductPlan& product) {
+  const ProductTile& t = product.kernel->tile;
+  constexpr const char* kEpilogues[] = {"store", "activate", "residual", "derivative", "gated", "float32", "symmetric"};
+  py::dict d;
+  d["path"] = "own";
+  d["why"] = product.why;
+  d["tile"] = std::to_string(t.rows) + "x" + std::to_string(t.columns) + (product.kernel->splits ? ", split" : "");
+  d["cluster"] = std::to_string(t.cluster_rows) + "x" + std::to_string(t.cluster_columns);
+  d["order"] = "bands of 8 cluster tiles along the columns";
+  d["epilogue"] = kEpilogues[static_cast<int>(product.kernel->epilogue)];
+  return d;
+}
+
 py::dict plan(const char* op, const py::kwargs& given) {
   Problem problem(op, given);
   LinearProblem p;
@@ -60,18 +73,7 @@ py::dict plan(const char* op, const py::kwargs& given) {
   problem.refuse_unknown();
 
   const ProductPlan product = choose_product(own);
-  if (product.kernel) {
-    const ProductTile& t = product.kernel->tile;
-    constexpr const char* kEpilogues[] = {"store", "activate", "residual", "derivative", "gated", "float32"};
-    py::dict d;
-    d["path"] = "own";
-    d["why"] = product.why;
-    d["tile"] = std::to_string(t.rows) + "x" + std::to_string(t.columns) + (product.kernel->splits ? ", split" : "");
-    d["cluster"] = std::to_string(t.cluster_rows) + "x" + std::to_string(t.cluster_columns);
-    d["order"] = "bands of 8 cluster tiles along the columns";
-    d["epilogue"] = kEpilogues[static_cast<int>(product.kernel->epilogue)];
-    return d;
-  }
+  if (product.kernel) return described(product);
   const LinearPlan found = which > 0 ? LinearPlan{false, product.why}
                            : gated   ? LinearPlan{false, "torch's products, then our kernel: no library gates"}
                                      : choose_linear(p);
@@ -104,8 +106,32 @@ py::dict plan_scaled(const py::kwargs& given) {
   return d;
 }
 
+py::dict plan_symmetric(const py::kwargs& given) {
+  Problem problem("matmul_symmetric", given);
+  ProductProblem p{.epilogue = ProductEpilogue::symmetric};
+  p.rows = p.columns = problem.integer("rows", 0);
+  p.inner = problem.integer("inner", 0);
+  p.batches = problem.integer("batches", 0, 1);
+  p.half = problem.dtype_bytes("dtype", "bfloat16") == 2;
+  p.aligned = problem.flag("aligned", true) && p.rows % 8 == 0;
+  p.asked = static_cast<OwnProduct>(problem.one_of("own_product", kOwnProduct));
+  p.sm90a_code = problem.integer("code_capability", 80, 90) == 90;
+  p.multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
+  problem.refuse_unknown();
+
+  const ProductPlan product = choose_product(p);
+  if (product.kernel) return described(product);
+  py::dict d;
+  d["path"] = "torch";
+  d["why"] = product.why;
+  return d;
+}
+
 py::dict plan_of(const char* op, const py::kwargs& given) {
-  return std::string_view(op) == "scaled_linear" ? plan_scaled(given) : plan(op, given);
+  const std::string_view name = op;
+  return name == "scaled_linear"      ? plan_scaled(given)
+         : name == "matmul_symmetric" ? plan_symmetric(given)
+                                      : plan(op, given);
 }
 
 #define WARPSMITH_ROW(op) {#op, [](const py::kwargs& given) { return plan_of(#op, given); }},

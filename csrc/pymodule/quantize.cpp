@@ -34,7 +34,7 @@ py::dict plan_quantize(const py::kwargs& given) {
   d["threads_a_segment"] = c.tiles ? 0 : kSegmentTeams[c.team].lanes;
   d["segment"] = c.length;
   d["blocks"] = c.blocks;
-  d["workspace_bytes"] = 4 * c.workspace;
+  d["workspace_bytes"] = 4 * (c.workspace + c.maxima);
   d["why"] = c.why;
   return d;
 }

@@ -63,15 +63,19 @@ def test_a_wrong_named_torch_is_refused(backend, tmp_path, monkeypatch, version,
     assert str(refused.value).startswith(message)
 
 
-@pytest.mark.parametrize("spoilt", [None, {"version": None}, {"header": False}, {"version": "2.9.1"}], ids=str)
-@pytest.mark.parametrize("place", ["imported", "platlib"])
+SPOILT = [None, {"version": None}, {"version": "unknown"}, {"header": False}, {"version": "2.9.1"}]
+
+
+@pytest.mark.parametrize("spoilt", SPOILT, ids=str)
+@pytest.mark.parametrize("place", ["imported", "platlib", "a folder of that name"])
 def test_what_is_no_torch_to_build_against_is_passed_over(backend, tmp_path, monkeypatch, place, spoilt):
     """Of the places where a torch may be, the next is asked."""
     if spoilt is not None:
         fake_torch(tmp_path / place / "torch", **spoilt)
     good = fake_torch(tmp_path / "purelib/torch")
-    spec = SimpleNamespace(origin=str(tmp_path / "imported/torch/__init__.py"))
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: spec if place == "imported" else None)
+    origin = str(tmp_path / "imported/torch/__init__.py") if place == "imported" else None
+    spec = None if place == "platlib" else SimpleNamespace(origin=origin)
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: spec)
     paths = {key: str(tmp_path / key) for key in ("platlib", "purelib")}
     monkeypatch.setattr(backend.sysconfig, "get_paths", lambda: paths)
     assert backend.find_torch() == good

@@ -13,10 +13,22 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 from warpsmith.integrations.transformers import patch, register  # noqa: E402
+from warpsmith.train import sync_audit  # noqa: E402
 
 from tests.dispatched import Copies  # noqa: E402
 
-from .families import ALL, ENCODERS, PADDED, ROWS, TOKENS, VOCABULARY, class_of, inputs_of, small_model  # noqa: E402
+from .families import (  # noqa: E402
+    ALL,
+    ENCODERS,
+    PADDED,
+    ROWS,
+    TOKENS,
+    VOCABULARY,
+    WITHOUT_DROPOUT,
+    class_of,
+    inputs_of,
+    small_model,
+)
 from .laws import assert_law_of_the_mean  # noqa: E402
 
 # What a model is used with: its mask, whether activations are made again, whether embeddings and head are one.
@@ -186,6 +198,25 @@ def test_a_number_of_one_module_alone(family):
 
 
 @pytest.mark.parametrize("family", ALL)
+def test_dropout_is_where_the_model_has_it(family):
+    """With torch's numbers; our attention draws its own."""
+
+    def gradients(seed):
+        torch.manual_seed(seed)
+        loss = model(**inputs_of(family)).loss
+        return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)]
+
+    model = small_model(family, **dict.fromkeys(WITHOUT_DROPOUT, 0.3))
+    expected = gradients(0)
+    with patch(model, attention=False):
+        torch.testing.assert_close(gradients(0), expected, rtol=1e-3, atol=1e-4)
+    of_attention = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    model = small_model(family, **dict.fromkeys(of_attention, 0.3))
+    with patch(model):
+        assert not torch.equal(gradients(0)[0], gradients(1)[0])
+
+
+@pytest.mark.parametrize("family", ALL)
 def test_autocast(family):
     model = small_model(family, num_experts_per_tok=4)
     exact = results(family, exactly(model))
@@ -198,17 +229,19 @@ def test_autocast(family):
 
 
 def copies(model, inputs):
-    """How many tensors of activations torch copies, forward and backward."""
+    """How many tensors of activations torch copies, forward and backward, and how often the host waits."""
     with Copies(TOKENS.numel() * 16) as forward:
         loss = model(**inputs).loss
     with Copies(TOKENS.numel() * 16) as backward:
         loss.backward()
-    return len(forward.found), len(backward.found)
+    with sync_audit("cpu") as audit:
+        model(**inputs).loss.backward()
+    return len(forward.found), len(backward.found), audit.total
 
 
 @pytest.mark.parametrize("implementation", ["eager", "warpsmith"])
 @pytest.mark.parametrize("family", ALL)
-def test_a_patched_model_copies_no_more_than_as_it_was(family, implementation):
+def test_a_patched_model_copies_and_waits_no_more_than_as_it_was(family, implementation):
     register()
     model, inputs = small_model(family, implementation), inputs_of(family)
     expected = copies(model, inputs)

@@ -144,7 +144,7 @@ def layers():
             if act not in ("relu", "gelu") and not (batch_first and mask == "none"):
                 continue
             options = {
-                "dropout": 0.0,
+                "dropout": 0.0 if batch_first else 0.25,  # drawn by torch, the same with our ops
                 "norm_first": norm_first,
                 "batch_first": batch_first,
                 "activation": activation,

@@ -26,6 +26,7 @@ def test_is_torchs_module(options):
         results = []
         for module in (ours, theirs):
             module.train(step < 3)
+            module.track_running_stats &= step != 2  # changed behind the constructor: statistics stay
             x = pixels(step).requires_grad_()
             y = module(x)
             results.append([y, *torch.autograd.grad(y, [x, *module.parameters()], pixels(9))])
@@ -87,3 +88,28 @@ def test_compiled_training_updates_the_statistics():
         y, expected = compiled(pixels(step)), modules[1](pixels(step))
         assert torch.equal(y, expected)
     assert all(torch.equal(a, b) for a, b in zip(*(m.state_dict().values() for m in modules), strict=True))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"kernel_size": (3, 1), "stride": (1, 2), "dilation": 2, "groups": 3}], ids=str
+)
+def test_a_convolution_before_it(options, training):
+    module = warpsmith.nn.ConvBNReLU(6, 9, **options).train(training)
+    conv = nn.Conv2d(6, 9, **{"kernel_size": 3, "padding": (2, 0) if options else 1, "bias": False} | options)
+    theirs = nn.Sequential(conv, nn.BatchNorm2d(9))
+    theirs.train(training).load_state_dict(module.state_dict())
+    x = pixels().requires_grad_()
+    y, expected = module(x), torch.relu(theirs(x))
+    torch.testing.assert_close(y, expected)
+    leaves = [[x, *m.parameters()] for m in (module, theirs)]
+    found = [torch.autograd.grad(out.square().sum(), t) for out, t in zip((y, expected), leaves, strict=True)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    residual = torch.randn_like(y)
+    torch.testing.assert_close(module(x, residual), torch.relu(theirs(x) + residual))
+    torch.testing.assert_close(dict(module.state_dict()), dict(theirs.state_dict()))
+
+
+def test_channels_that_groups_do_not_divide():
+    with pytest.raises(ValueError, match="ConvBNReLU: groups: expected a divisor of both numbers of channels, got 4"):
+        warpsmith.nn.ConvBNReLU(6, 8, groups=4)

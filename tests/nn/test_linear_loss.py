@@ -101,6 +101,7 @@ NOT_FUSED = {
     "probabilities of one row": (lambda f: f(X[0], W, torch.softmax(W @ X[0], -1))),
     "a loss of two dimensions": (lambda f: f(X, W.view(5, 2, 4).repeat(1, 1, 2), TARGET.view(6, 1).repeat(1, 2))),
     "with a bias": (lambda f: f(X, W.repeat(2, 1).view(5, 2, 8), TARGET.view(6, 1).repeat(1, 2), linear_bias=W[:, :2])),
+    "class 0 ignored": (lambda f: f(X, W.repeat(2, 1).view(5, 2, 8), TARGET.view(6, 1).repeat(1, 2), ignore_index=0)),
 }
 
 
@@ -116,10 +117,11 @@ def test_the_rest_is_torchs(name, present, monkeypatch):
     assert not fused.calls and torch.equal(found, expected)
 
 
-def reference(x, w, target, linear_bias=None):
+def reference(x, w, target, linear_bias=None, ignore_index=-100):
     """torch's definition for logits (N, C, ...)."""
     logits = (x @ w.flatten(0, -2).t()).view(*x.shape[:-1], *w.shape[:-1])
-    return theirs.cross_entropy(logits if linear_bias is None else logits + linear_bias, target)
+    logits = logits if linear_bias is None else logits + linear_bias
+    return theirs.cross_entropy(logits, target, ignore_index=ignore_index)
 
 
 @needs_torchs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import re
@@ -20,13 +19,6 @@ def test_a_weight_stored_around_zero_starts_as_the_identity():
     assert torch.equal(module(x), warpsmith.nn.RMSNorm(8)(x))
 
 
-def test_meta_device_deepcopy_and_repr():
-    module = warpsmith.nn.RMSNorm(8, device="meta", dtype=torch.bfloat16)
-    assert module.weight.is_meta
-    assert module(torch.empty(2, 8, device="meta", dtype=torch.bfloat16)).shape == (2, 8)
-    assert "eps=None" in repr(copy.deepcopy(module))
-
-
 MADE_ON_META = {
     "RMSNorm": (8,),
     "LayerNorm": (8,),
@@ -39,11 +31,13 @@ MADE_ON_META = {
     "Attention": (16, 2, 1),
     "BatchNorm2d": (8,),
     "BiasGELU": (8,),
+    "ConvBNReLU": (8, 8),
     "GatedMLP": (8, 16),
     "Linear": (8, 16),
     "LinearCrossEntropyHead": (8, 16),
     "MLP": (8, 16),
     "NormLinear": (8, 16),
+    "SyncBatchNorm": (8,),
 }
 
 
@@ -262,6 +256,7 @@ CONSTRUCTED = {
     ),
     "BatchNorm2d": ({"num_features": 8}, (torch.randn(2, 3, 3, 8).movedim(-1, 1),)),
     "BiasGELU": ({"num_features": 8}, (X,)),
+    "ConvBNReLU": ({"in_channels": 8, "out_channels": 4}, (torch.randn(2, 3, 3, 8).movedim(-1, 1),)),
     "CrossEntropyLoss": ({}, (X.double(), TARGET)),  # it does not know the dtype: what fits float64 alone is made
     "DropoutAdd": ({}, (X, X)),
     "DropoutAddLayerNorm": ({"normalized_shape": 8}, (X, X)),
@@ -275,10 +270,12 @@ CONSTRUCTED = {
     "QKNormRoPE": ({"head_dim": 8}, (HEADS, HEADS, ANGLES.cos(), ANGLES.sin())),
     "RMSNorm": ({"normalized_shape": 8}, (X,)),
     "RotaryEmbedding": ({"dim": 8}, (HEADS, HEADS)),
+    "SyncBatchNorm": ({"num_features": 8}, (torch.randn(2, 3, 3, 8).movedim(-1, 1),)),
 }
 # What an input must fit, so that the first call may still refuse it; and what is no scalar, or left to torch's modules.
 SIZES = {"normalized_shape", "num_features", "in_features", "hidden_size", "embed_dim", "num_heads", "head_dim", "dim"}
-SIZES |= {"max_positions", "out_features", "max_bytes"}
+SIZES |= {"max_positions", "out_features", "max_bytes", "in_channels", "out_channels", "groups"}
+SIZES |= {"kernel_size", "stride", "padding", "dilation"}
 TORCHS = {"device", "dtype", "elementwise_affine", "size_average", "reduce", "weight", "scaling"}
 CASES = [
     (name, parameter)

@@ -1,12 +1,13 @@
-"""Modules of warpsmith.nn run ops and products on what they get, and copy no activation on the way."""
+"""Modules of warpsmith.nn run ops and products on what they get, copy no activation on the way, and wait for none."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import warpsmith
+from warpsmith.train import sync_audit
 
-from tests.dispatched import Copies
+from tests.dispatched import Copies, other_defaults
 
 TOKENS, WIDTH = 32, 16
 
@@ -40,6 +41,7 @@ CALLS = {
     "AddRMSNorm": [((WIDTH,), lambda: (rows(), rows()))],
     "BatchNorm2d": [((WIDTH,), lambda: (pixels(), pixels()))],
     "BiasGELU": [((WIDTH,), lambda: (rows(),))],
+    "ConvBNReLU": [((WIDTH, WIDTH, 1), lambda: (pixels(), pixels()))],
     "CrossEntropyLoss": [((), lambda: (rows(), LABELS))],
     "DropoutAdd": [((0.5,), lambda: (rows(), rows()))],
     "DropoutAddLayerNorm": [((WIDTH,), lambda: (rows(), rows()))],
@@ -53,6 +55,7 @@ CALLS = {
     "QKNormRoPE": [((8,), lambda: (heads(4), heads(2), *angles()))],
     "RMSNorm": [((WIDTH,), lambda: (rows(),))],
     "RotaryEmbedding": [((8, TOKENS), lambda: (heads(4), heads(2)))],
+    "SyncBatchNorm": [((WIDTH,), lambda: (pixels(), pixels()))],
 }
 ATTENTION = [
     (options, call)
@@ -84,12 +87,17 @@ def test_every_module_and_function_is_called_below():
 
 
 def copies(function, *given, **more):
-    """What is copied forward, and backward."""
+    """What is copied forward, and backward, in one call; in another one the host waits for nothing, and what is made
+    has the device and dtype of what is given."""
     with Copies(4 * TOKENS) as forward:
         found = function(*given, **more)
     loss = sum(t.sum() for t in (found if isinstance(found, tuple) else (found,)))
     with Copies(4 * TOKENS) as backward:
         loss.backward()
+    with sync_audit("cpu") as audit, other_defaults():
+        found = function(*given, **more)
+        sum(t.sum() for t in (found if isinstance(found, tuple) else (found,))).backward()
+    assert audit.total == 0, str(audit)
     return forward.found, backward.found
 
 

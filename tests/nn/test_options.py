@@ -1,8 +1,9 @@
-"""What a module is told reaches the op that it calls: each option of its constructor that the op has too."""
+"""What a module is told reaches the op that it calls, and its tensors: each option of its constructor, beside each."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 
@@ -43,15 +44,84 @@ def calls(monkeypatch, cls, arguments, call):
     return found
 
 
-@pytest.mark.parametrize("name", sorted({name for name, *_ in CASES}))
+NAMES = sorted({name for name, *_ in CASES})
+FLAGS = {"bias": True, "qk_norm": True, "sink": True, "affine": False, "elementwise_affine": False}
+
+
+def ways_of(name):
+    """(constructor's arguments, call) of a module's cases, with each option of the constructor, and with none."""
+    told = inspect.signature(getattr(warpsmith.nn, name)).parameters
+    for _, given, options, call in (case for case in CASES if case[0] == name):
+        named = inspect.signature(getattr(warpsmith.nn, name)).bind(*given, **options).arguments
+        others = {k: v for k, v in {**OTHER, **FLAGS}.items() if k in told and named.get(k, told[k].default) != v}
+        others = {
+            k: v for k, v in others.items() if k not in ("inplace_backward", "max_bytes", "max_chunk_bytes", "dw_dtype")
+        }
+        for base in [{}, {"weight": torch.rand(16)}] if name == "CrossEntropyLoss" else [{}]:
+            for option in ({}, *({k: v} for k, v in others.items())):
+                yield {**named, **base, **option}, call
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_option_reaches_the_op(monkeypatch, name):
     cls = getattr(warpsmith.nn, name)
-    told = inspect.signature(cls)
-    for _, given, options, call in (case for case in CASES if case[0] == name):
-        arguments = told.bind(*given, **options).arguments | ALWAYS.get(name, {})
+    for given, call in ways_of(name):
+        arguments = {**ALWAYS.get(name, {}), **given}
         ops = {op for op, _ in calls(monkeypatch, cls, arguments, call)}
         assert ops or name == "NormLinear"  # whose step of autograd is no public op
         taken = [p for op in ops for p in inspect.signature(op).parameters.values()]
-        for option in {p.name for p in taken if "Tensor" not in str(p.annotation)} & told.parameters.keys():
-            made = calls(monkeypatch, cls, {**arguments, option: OTHER[option]}, call)
-            assert any(seen.get(option) == OTHER[option] for _, seen in made), option
+        names = {p.name for p in taken if "Tensor" not in str(p.annotation)} & inspect.signature(cls).parameters.keys()
+        zeros = {k: 0 for k in names if not isinstance(OTHER[k], (bool, str, tuple, torch.dtype))} | {"dw_dtype": None}
+        for option, value in [*((k, OTHER[k]) for k in names), *zeros.items()]:
+            if option in names and (
+                value != 0 or option not in ("max_bytes", "max_chunk_bytes", *ALWAYS.get(name, ()))
+            ):
+                made = calls(monkeypatch, cls, {**arguments, option: value}, call)
+                assert any(option in seen and seen[option] == value for _, seen in made), (option, value, given)
+
+
+def tensors_of(module):
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def outcome(module, call):
+    """What a call gives in training and in evaluation, and what it leaves in the module."""
+    found = []
+    for training in (True, False):
+        torch.manual_seed(0)
+        given, more = call()
+        made = module.train(training)(*given, **more)
+        found += [t.detach() for t in (made if isinstance(made, tuple) else (made,))]
+    return found + [t.clone() for t in module.buffers()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_counts_beside_every_option(name):
+    for given, call in ways_of(name):
+        torch.manual_seed(1)
+        module = getattr(warpsmith.nn, name)(**given)
+        expected = outcome(copy.deepcopy(module), call)
+        for key in tensors_of(module):
+            changed = copy.deepcopy(module)
+            t = tensors_of(changed)[key].data
+            t.add_(torch.rand(t.shape) if t.is_floating_point() else 5)
+            pairs = zip(expected, outcome(changed, call), strict=True)
+            assert any(not torch.equal(a, b) for a, b in pairs), (key, given)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_new_module_has_its_device_its_dtype_and_no_memory_of_others(name):
+    """torch fills what it makes with NaN meanwhile."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    for given, _ in ways_of(name):
+        for more in ({"device": "meta"}, {"dtype": torch.float64}):
+            if more.keys() <= inspect.signature(getattr(warpsmith.nn, name)).parameters.keys():
+                torch.use_deterministic_algorithms(True)
+                try:
+                    tensors = tensors_of(getattr(warpsmith.nn, name)(**{**given, **more}))
+                finally:
+                    torch.use_deterministic_algorithms(deterministic)
+                for key, t in tensors.items():
+                    found = {"device": t.device.type, "dtype": t.dtype}
+                    assert more.items() <= found.items() or (not t.is_floating_point() and "dtype" in more), key
+                    assert t.is_meta or not t.isnan().any(), key

@@ -66,6 +66,7 @@ def arguments_of(name: str) -> dict:
         "linear": of_layer | {"activation": "silu", "residual": make(TOKENS, CLASSES)},
         "linear_cross_entropy": of_head,
         "linear_log_prob": of_head,
+        "matmul_symmetric": {"x": rows()},
         "mlp": {
             "x": rows(),
             "w1": make(CLASSES, WIDTH),
@@ -111,7 +112,7 @@ def floor_bytes(forward, backward):
 
 def floating_of(arguments: dict) -> dict:
     """The arguments that may have a gradient."""
-    without = ("cos", "sin", "running_mean", "running_var")
+    without = ("alibi_slopes", "class_weight", "cos", "found_inf", "grad_scale", "running_mean", "running_var", "sin")
     return {
         name: t
         for name, t in arguments.items()

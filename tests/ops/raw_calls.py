@@ -90,8 +90,10 @@ def _optimizers():
         if not issubclass(kind, torch.optim.Optimizer):
             continue
         params = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(7))]
-        optimizer, ema = kind(params, lr=0.1), warpsmith.optim.EMA(params, 0.5)
-        optimizer.fuse(ema=ema, zero_grads=kind is not warpsmith.optim.LAMB)
+        more = {"others": "adamw"} if kind is warpsmith.optim.Muon else {}
+        optimizer, ema = kind(params, lr=0.1, **more), warpsmith.optim.EMA(params, 0.5)
+        if not more:
+            optimizer.fuse(ema=ema, zero_grads=kind is not warpsmith.optim.LAMB)
         _alive.extend((optimizer, ema))
         guard = warpsmith.amp.GradScaler("cpu")
         for clips in (False, True):
@@ -119,6 +121,8 @@ def _below_the_package():
     raw.grad_check_table(raw.grad_table(grads), 2, False, 2.0, scale, 1.0, found, torch.zeros(2, dtype=torch.int64))
     raw.rank_mean(torch.randn(4, 6), torch.randn(6), 1, [torch.zeros(6), torch.zeros(6)])
     raw.linear_cross_entropy_scaled(torch.randn(5, 3), torch.tensor(2.0), torch.tensor(3.0), torch.bfloat16)
+    for scaling in range(3):
+        raw.scaled_linear_cast(torch.randn(32, 16), scaling, True, True)
     raw.fp8_scale(raw.fp8_amax(torch.randn(5, 3), True), torch.float8_e5m2, True)
     for row in families.rows("GATED"):
         tanh = (False,) if "tanh" in row.arguments else ()

@@ -103,10 +103,9 @@ def floor(case):
 
 
 def bytes_beside(case, given):
-    """Every thread of a pass reads the parameters of its channels (`statistics` their first values), a finish those of
-    each channel once. Partial sums are
-    written, and read by the finish, the means twice. The mask has a byte for
-    each vector, written once and read twice."""
+    """Every thread of a pass reads the parameters of its channels (`statistics` their first values, twice), a finish
+    those of each channel once, `gradients` rstd twice. Partial sums are written, and read by the finish. The mask has a byte for each vector,
+    written once and read twice."""
     rows, columns = torch.Size(case.shape[:-1]).numel(), case.shape[-1]
     plan = sim.plan("batch_norm", rows=rows, columns=columns, dtype=str(case.dtype).removeprefix("torch."))
     training, relu = given["training"], given["activation"] is not None
@@ -123,12 +122,12 @@ def bytes_beside(case, given):
     read = readers("normalize") * (8 + weight + bias) + running
     written = 8 * columns
     if training:
-        read += (readers("statistics") + columns) * itemsize + 3 * 4 * slices * columns
+        read += (2 * readers("statistics") + columns) * itemsize + 8 * slices * columns
         written += 8 * slices * columns + running
     again = relu and not residual
     slices = plan["sums"]["slices"]
-    read_backward = readers("sums") * (8 + weight + again * bias) + 8 * slices * columns + 4 * columns
-    read_backward += readers("gradients") * (8 + weight + again * bias + 8 * training) + 2 * mask
+    read_backward = readers("sums") * (8 + weight + again * bias) + 8 * slices * columns + 8 * columns
+    read_backward += readers("gradients") * (8 + weight + again * bias + 12 * training) + 2 * mask
     written_backward = 8 * slices * columns + 8 * columns + columns * (weight + bias)
     return {
         "forward": (read, written + mask),
@@ -245,6 +244,30 @@ def test_a_large_mean_does_not_cancel(device):
     wide = x.double()
     exact = (wide - wide.mean(0)) / wide.var(0, unbiased=False).sqrt()
     assert (y.double() - exact).abs().max() < 5e-4  # the mean itself is rounded to 2^-11 / 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("columns", [16, 5])
+def test_squares_beyond_float32_are_no_infinity(columns, dtype, device):
+    """Right where PyTorch overflows: one value, or all of a channel, as large as the dtype has, and a weight."""
+    g = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(700, columns, generator=g).to(dtype) for _ in range(2))
+    weight, bias = torch.full((columns,), 0.5, dtype=dtype), torch.randn(columns, generator=g).to(dtype)
+    most = torch.finfo(dtype).max
+    x[350, 0], x[0, 1], weight[3] = most, -most, most
+    x[:, 2] = torch.where(x[:, 2] > 0, most, -most)
+
+    def results(function, to):
+        leaves = [t.detach().to(to).requires_grad_() for t in (x, weight, bias)]
+        y = function(leaves[0], None, None, *leaves[1:], training=True, activation="relu")
+        return [t.double().cpu() for t in (y, *torch.autograd.grad(y, leaves, dy.to(to)))]
+
+    for found, exact in zip(results(warpsmith.batch_norm, device), results(reference, FP64), strict=True):
+        exact = exact.to(dtype).double()  # beyond the dtype: infinite
+        steps = torch.finfo(dtype).eps * exact.where(exact.isfinite(), 0).abs().amax(0, keepdim=exact.dim() > 1)
+        assert torch.equal(found.isfinite(), exact.isfinite())
+        assert bool(((found - exact).abs() <= 8 * steps).logical_or(~exact.isfinite()).all())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -99,9 +99,9 @@ def floor_bytes(case):
 
 
 def bytes_beside(case, inputs):
-    """Two counts are written. What no block can scale alone reads x twice, and the second time partial maxima: of rows,
-    of columns or of squares; the scale of a tensor is written. Known scales are read by every thread, of rows and
-    columns in squares once a square; a given one is not written. A row too long for registers is read twice."""
+    """What no block can scale alone reads x twice, and the second time maxima (raised by atomics, which do not count);
+    the scale of a tensor is written. Known scales and maxima are read by every thread, of rows and columns in squares
+    once a square; a given scale is not written. A row too long for registers is read twice."""
     (rows, columns), o, unit = case.shape, case.options, case.dtype.itemsize
     kind, how, given = o.get("scaling", "row"), o.get("transpose", "no"), "given" in o
     dtype = str(case.dtype).removeprefix("torch.")
@@ -109,17 +109,19 @@ def bytes_beside(case, inputs):
         "quantize_fp8", rows=rows, columns=columns, dtype=dtype, scaling=kind, transpose=how, given=given
     )
     x, vector = rows * columns * unit, 16 // unit
-    read, written = 0, 16
+    read, written = 0, 0
     if plan["amax_pass"]:
-        read += x + plan["workspace_bytes"]
-        written += plan["workspace_bytes"] + 4 * (kind == "tensor")
+        read += x
+        written += 4 * (kind == "tensor")
     elif plan["kernel"] == "segments" and plan["segment"] > 4 * 512 * vector:
         read += x
     known = given or plan["amax_pass"]
     if given and kind == "row":  # counted as results, which are read
         results = 4 * (rows if how == "no" else columns)
         written -= results
-    if known and plan["kernel"] == "segments":
+    if plan["amax_pass"] and plan["kernel"] == "segments":
+        read += 4 * plan["blocks"] * plan["threads"]
+    elif known and plan["kernel"] == "segments":
         segments = rows if kind == "row" else -(-rows * columns // plan["segment"])
         read += 4 * segments * plan["threads_a_segment"]
     elif known:

@@ -1,25 +1,30 @@
-"""Each part of a step alone: the host waits for no number of the device, unless it is asked to raise."""
+"""Each part of a step alone: the host waits for no number of the device, unless it is asked to raise, and what is made
+has the device and dtype of what is given."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 
 import pytest
 import torch
 import warpsmith
+from torch.utils._pytree import tree_leaves
+from warpsmith.testing import bitwise_equal
 from warpsmith.train import sync_audit
 
-from tests.optim.optimizers import FULL, LAMB, LION
+from tests.dispatched import other_defaults
+from tests.optim.optimizers import EACH_STORAGE, FULL, LAMB, LION, Options, dtype_of
 
 ORDERS = (1, 2, math.inf)
 
 
-def parameters():
-    """With a gradient that lies otherwise than its parameter."""
-    found = [torch.nn.Parameter(torch.randn(5, 6)) for _ in range(3)]
+def parameters(dtype=torch.float32):
+    """Large enough for 8-bit states, and with a gradient that lies otherwise than its parameter."""
+    found = [torch.nn.Parameter(torch.randn(65, 66).to(dtype)) for _ in range(3)]
     for p in found:
-        p.grad = torch.randn(6, 5).t() if p is found[1] else torch.randn(5, 6)
+        p.grad = (torch.randn(66, 65).t() if p is found[1] else torch.randn(65, 66)).to(dtype)
     return found
 
 
@@ -31,10 +36,11 @@ def of_scaler(make):
     def part(ps):
         optimizer, scaler = warpsmith.optim.AdamW(ps), make()
         schedule = warpsmith.amp.DeviceLR(optimizer, warpsmith.amp.schedules.cosine(9), 9, scaler)
+        loss = torch.ones(())
 
         def steps():
             for clips in (None, *ORDERS):
-                scaler.scale(torch.ones(()))
+                scaler.scale(loss)
                 scaler.unscale_(optimizer) if clips is None else scaler.clip_(optimizer, 1.0, clips)
                 scaler.step(optimizer)
                 scaler.update()
@@ -48,17 +54,17 @@ def of_scaler(make):
 def of_fp8(ps):
     model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 16))
     recipe = warpsmith.amp.Fp8Recipe("tensor", amax="delayed")
-    layers, found_inf = warpsmith.amp.fp8(model, recipe), torch.zeros(1)
+    layers, found_inf, x = warpsmith.amp.fp8(model, recipe), torch.zeros(1), torch.randn(4, 32)
 
     def step():
-        model(torch.randn(4, 32)).sum().backward()
+        model(x).sum().backward()
         layers.update(found_inf)
 
     return step
 
 
 PARTS = {
-    **{options.name: of_optimizer(options) for options in (*FULL, LION, LAMB)},
+    **{options.name: of_optimizer(options) for options in (*FULL, LION, LAMB, Options("Muon", {}, "plain"))},
     "EMA": lambda ps: warpsmith.optim.EMA(ps).update,
     "grad_norm": lambda ps: lambda: [warpsmith.optim.grad_norm(ps, order) for order in ORDERS],
     "clip_grad_norm_": lambda ps: lambda: [warpsmith.optim.clip_grad_norm_(ps, 1.0, order) for order in ORDERS],
@@ -83,3 +89,35 @@ def test_the_host_does_not_wait(name):
     with sync_audit("cpu") as audit:
         part()
     assert audit.total == 0, str(audit)
+
+
+def and_loaded(options, params):
+    """Steps, and the state in another optimizer, by way of float32."""
+    optimizer = options.ours(params)
+
+    def part():
+        optimizer.step()
+        loaded = options.ours(params)
+        loaded.load_state_dict(warpsmith.optim.float32_states(optimizer.state_dict()))
+        return tree_leaves(loaded.state_dict()["state"])
+
+    return part
+
+
+STORED = {str(options): options for options in EACH_STORAGE}
+
+
+@pytest.mark.parametrize("name", [*(PARTS.keys() - {"fp8"}), *STORED])
+def test_what_is_made_is_like_what_is_given(name):
+    results = []
+    for surroundings in (contextlib.nullcontext, other_defaults):
+        torch.manual_seed(0)
+        params = parameters(dtype_of(STORED[name]) if name in STORED else torch.float32)
+        part = and_loaded(STORED[name], params) if name in STORED else PARTS[name](params)
+        for p in params if results else ():
+            p.grad.requires_grad_()  # as of a backward with create_graph
+        with surroundings():
+            found = [*(part() or ()), *(part() or ())]
+        results.append([*(p.detach() for p in params), *(t for t in found if isinstance(t, torch.Tensor))])
+        assert not any(t.requires_grad for t in results[-1])
+    assert all(map(bitwise_equal, *results))

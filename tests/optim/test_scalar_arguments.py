@@ -68,6 +68,7 @@ def rows():
 
 REQUIRED = {  # by function: what a right call needs
     **{optimizer: lambda: {"params": params()} for optimizer in OPTIMIZERS},
+    optim.Muon: lambda: {"params": [torch.nn.Parameter(torch.ones(2, 3))]},
     optim.EMA: lambda: {"params": params()},
     optim.clip_grad_norm_: lambda: {"parameters": params(), "max_norm": 1.0},
     optim.grad_norm: lambda: {"parameters": params()},

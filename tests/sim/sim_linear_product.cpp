@@ -14,6 +14,10 @@ namespace {
 
 using Epilogue = ProductEpilogue;
 
+template <class T> double rounded(double x) {
+  return static_cast<double>(to_float(from_float<T>(static_cast<float>(x))));
+}
+
 // A problem of small integers, whose sums are exact in any order. gap: elements between rows of a and b. other: the
 // second form of an epilogue, which keeps z, sums columns or adds to out.
 template <class T> struct Problem {
@@ -61,7 +65,6 @@ template <class T> struct Problem {
     }
     if (e == Epilogue::derivative && other) p.partials = partials.data(), p.column_sums = column_sums.data();
   }
-  static double rounded(double x) { return static_cast<double>(to_float(from_float<T>(static_cast<float>(x)))); }
   double at(const Buffer<T>& x, int64_t i) const { return static_cast<double>(to_float(x[static_cast<size_t>(i)])); }
   double sum(int64_t i, int64_t j) const {
     double s = p.bias ? at(bias, j) : 0;
@@ -85,7 +88,7 @@ template <class T> struct Problem {
         const double s = kept[here] = sum(i, j), x = at(z, i * p.columns + j);
         const double u = up_kept[here] = kernel.gated() ? up_sum(i, j) : 0;
         const double y = e == Epilogue::activate     ? std::max(s, 0.0)
-                         : e == Epilogue::gated      ? rounded(std::max(s, 0.0) * u)
+                         : e == Epilogue::gated      ? rounded<T>(std::max(s, 0.0) * u)
                          : e == Epilogue::residual   ? s + x
                          : e == Epilogue::derivative ? (x > 0 ? s : 0)
                          : e == Epilogue::wide       ? s + (p.add ? static_cast<double>(here % 5) : 0)
@@ -125,7 +128,7 @@ TEST(every_product_of_several_tiles) {
   const SeedsAtMost few(3);
   for (const ProductKernel& kernel : kProducts)
     for (int multiprocessors : {4, 10, 14}) {
-      if (!kernel.splits && multiprocessors > 4) continue;
+      if ((!kernel.splits && multiprocessors > 4) || kernel.symmetric()) continue;
       const int64_t m = 2 * kernel.tile.rows * kernel.tile.cluster_rows + 17, n = kernel.splits ? 24 : 264;
       on_machine(multiprocessors, 90, [&] {
         compare(kernel, true, m, n, 208, 0, true, true);
@@ -139,7 +142,8 @@ TEST(every_epilogue_of_a_long_sum) {
   NEEDS_SM90_CODE;
   const SeedsAtMost few(3);
   for (const ProductKernel& kernel : kProducts)
-    if (kernel.computes()) on_machine(2, 90, [&] { compare(kernel, true, 600, 200, 1480, 0, true, true); });
+    if (kernel.computes() && !kernel.symmetric())
+      on_machine(2, 90, [&] { compare(kernel, true, 600, 200, 1480, 0, true, true); });
 }
 
 // Whole units, fronts, and a pool of what they leave: every stage of every sum once, and others in the order of k.
@@ -168,8 +172,108 @@ RANDOM_TEST(products_of_any_size) {
   NEEDS_SM90_CODE;
   const ProductKernel& kernel = kProducts[random.integer(0, std::size(kProducts) - 1)];
   const int64_t m = random.size(1, 300), n = 8 * random.size(1, 40), k = random.size(1, 140);
+  if (kernel.symmetric()) return;
   on_machine(2, 90,
              [&] { compare(kernel, random.coin(), m, n, k, 8 * random.integer(0, 1), random.coin(), random.coin()); });
+}
+
+// ---- symmetric products
+
+// out = alpha x y^T + 0.5 z of `batches` matrices, z symmetric. y is x, or x again with rows of another stride.
+// turned: the columns of x and y lie adjacent. Rows and matrices of x, and rows of z, lie `gap` elements apart.
+template <class T> struct Symmetric {
+  int64_t batches, n, k, gap;
+  bool turned, other, with_z;
+  float alpha = 1;
+
+  void run_and_compare() const {
+    const int64_t lines = turned ? k : n, width = turned ? n : k, stride = (width + 7) / 8 * 8 + gap;
+    const int64_t apart = lines * stride + gap, other_stride = stride + 8, z_stride = n + gap;
+    Buffer<T> x(static_cast<size_t>(batches * apart)), y(static_cast<size_t>(batches * lines * other_stride)),
+        z(static_cast<size_t>(batches * n * z_stride)), out(static_cast<size_t>(batches * n * n));
+    Random random(7);
+    const auto drawn = [&] { return from_float<T>(static_cast<float>(random.bits() % 3) - 1.0f); };
+    std::vector<double> expected(out.size()), row(static_cast<size_t>(n * k));
+    for (int64_t b = 0; b < batches; ++b) {
+      for (int64_t line = 0; line < lines; ++line)
+        for (int64_t c = 0; c < width; ++c) {
+          const T v = drawn();
+          x[static_cast<size_t>(b * apart + line * stride + c)] = v;
+          y[static_cast<size_t>((b * lines + line) * other_stride + c)] = v;
+          row[static_cast<size_t>(turned ? c * k + line : line * k + c)] = static_cast<double>(to_float(v));
+        }
+      for (int64_t i = 0; i < n; ++i)
+        for (int64_t j = i; j < n; ++j) {
+          const T c = z[static_cast<size_t>((b * n + i) * z_stride + j)] =
+              z[static_cast<size_t>((b * n + j) * z_stride + i)] = drawn();
+          double sum = 0;
+          for (int64_t l = 0; l < k; ++l)
+            sum += row[static_cast<size_t>(i * k + l)] * row[static_cast<size_t>(j * k + l)];
+          double e = rounded<T>(static_cast<double>(alpha) * sum);
+          if (with_z) e = rounded<T>(e + 0.5 * static_cast<double>(to_float(c)));
+          expected[static_cast<size_t>((b * n + i) * n + j)] = expected[static_cast<size_t>((b * n + j) * n + i)] = e;
+        }
+    }
+    ProductParams p{.a = x.data(), .b = x.data(), .a_stride = stride, .b_stride = stride, .out = out.data()};
+    p.rows = p.columns = n, p.inner = k, p.batches = batches, p.a_apart = p.b_apart = apart;
+    if (other) p.b = y.data(), p.b_stride = other_stride, p.b_apart = lines * other_stride;
+    if (with_z) p.z = z.data(), p.z_stride = z_stride, p.z_apart = n * z_stride;
+    p.layout = turned ? ProductLayout::tn : ProductLayout::nt, p.epilogue = Epilogue::symmetric;
+    p.alpha = alpha, p.beta = 0.5f;
+    p.dtype = std::is_same_v<T, bfloat16> ? Dtype::bfloat16 : Dtype::float16;
+    under_every_seed([&] {
+      out.poison();
+      expect_ok(product_cuda(p, {find_product({p.layout, p.epilogue, false, kWideTile})}, nullptr));
+      expect_close("out", out, expected, {});
+    });
+  }
+};
+
+// Several tiles a cluster; long sums, and short ones whose tiles are stored in few stages.
+TEST(symmetric_products) {
+  NEEDS_SM90_CODE;
+  const SeedsAtMost few(3);
+  on_machine(4, 90, [&] {
+    Symmetric<bfloat16>{1, 8, 16, 0, false, false, false}.run_and_compare();
+    Symmetric<bfloat16>{2, 264, 80, 8, true, false, true, 2}.run_and_compare();
+    Symmetric<float16>{2, 520, 24, 0, false, true, true}.run_and_compare();
+    Symmetric<bfloat16>{1, 264, 1736, 0, false, false, true, -1}.run_and_compare();
+  });
+}
+
+RANDOM_TEST(symmetric_products_of_any_size) {
+  NEEDS_SM90_CODE;
+  const int64_t batches = random.integer(1, 3), n = 8 * random.size(1, 40), k = random.size(1, 140);
+  const bool turned = random.coin(), other = random.coin(), with_z = random.coin();
+  const float alpha = static_cast<float>(random.integer(-1, 2));
+  on_machine(static_cast<int>(2 * random.integer(1, 3)), 90, [&] {
+    random.coin() ? Symmetric<bfloat16>{batches, n, k, 0, turned, other, with_z, alpha}.run_and_compare()
+                  : Symmetric<float16>{batches, n, k, 8, turned, other, with_z, alpha}.run_and_compare();
+  });
+}
+
+TEST(units_of_a_triangle_are_visited_once) {
+  for (int side = 1; side < 40; ++side) {
+    std::map<std::pair<int, int>, int> seen;
+    const int all = static_cast<int>(triangle_units(side));
+    for (int unit = 2 * all; unit < 3 * all; ++unit) {
+      const linear::TilePlace u = linear::triangle_unit(unit, side);
+      expect(u.batch == 2 && 0 <= u.row && u.row <= u.column && u.column < side, "on or above the diagonal");
+      ++seen[{u.row, u.column}];
+    }
+    expect_equal("units", static_cast<int>(seen.size()), all);
+  }
+}
+
+TEST(symmetric_products_run_where_they_save_waves) {
+  const auto ours = [](int64_t batches, int64_t n) {
+    ProductProblem p{n, n, 2048, ProductLayout::nt, Epilogue::symmetric};
+    p.batches = batches;
+    const ProductPlan plan = choose_product(p);
+    return plan.kernel != nullptr;
+  };
+  expect(ours(16, 2048) && ours(4, 4096) && ours(1, 8192), "large products are ours");
+  expect(!ours(1, 2048) && !ours(1, 128), "half of one wave is a wave");
 }
 
 TEST(rows_beyond_element_2_31) {

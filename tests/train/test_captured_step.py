@@ -44,6 +44,14 @@ def test_each_mode_of_torch_has_a_capture_of_its_own():
     assert len(set(keys)) == 4 and keys[0] == input_key("step", [torch.zeros(2)], None)
 
 
+def test_each_kind_of_inputs_has_a_capture_of_its_own():
+    images = torch.ones(1, 2, 3, 3)
+    of_tensors = images, images.to(memory_format=torch.channels_last), images.double(), images[0], images[..., :2]
+    leaves = [*([t] for t in of_tensors), [images, images], [1], [1.0], [True], [2], ["1"], [None], []]
+    keys = [input_key("step", given, None) for given in leaves]
+    assert len({*keys, input_key("step", [], "another structure")}) == len(leaves) + 1
+
+
 def test_an_average_of_the_weights(graphs):
     """EMA, which follows the steps that were not skipped."""
     losses, averages, inputs = [], [], batches(bad=(6,))

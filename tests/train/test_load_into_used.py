@@ -1,5 +1,6 @@
 """A state loaded into a used object gives what it gives in a fresh one, for every class that loads a state."""
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -24,7 +25,10 @@ class Training:
 
     def __init__(self, make=None, **options):
         torch.manual_seed(0)
-        self.params = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(5))]
+        precision = options.get("precision")
+        shapes = (4, 3), (64, 65) if precision == "8bit" else (5,)
+        dtype = torch.float32 if precision in (None, "8bit") else torch.bfloat16
+        self.params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
         self.optimizer = (make or warpsmith.optim.AdamW)(self.params, lr=0.1, **options)
         self.object = self.optimizer
 
@@ -32,7 +36,7 @@ class Training:
         self.optimizer.zero_grad()
         for i, p in enumerate(self.params):
             if i not in left_out:
-                p.grad = torch.randn(p.shape, generator=generator)
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         self.optimizer.step()
 
     def use(self, seed):
@@ -189,6 +193,7 @@ MODULES = {  # arguments of the constructor and of a call
     "Attention": ((16, 2, 1), (torch.ones(2, 3, 16),)),
     "BatchNorm2d": ((3,), (IMAGES,)),
     "BiasGELU": ((8,), (X,)),
+    "ConvBNReLU": ((3, 4), (IMAGES,)),
     "CrossEntropyLoss": ((torch.rand(8),), (X.flatten(0, 1), LABELS.flatten())),
     "DropoutAdd": ((0.1,), (X, X)),
     "DropoutAddLayerNorm": ((8, 0.1), (X, X)),
@@ -202,6 +207,7 @@ MODULES = {  # arguments of the constructor and of a call
     "QKNormRoPE": ((8,), (HEADS, HEADS, *ANGLES)),
     "RMSNorm": ((8,), (X,)),
     "RotaryEmbedding": ((8,), (HEADS, HEADS)),
+    "SyncBatchNorm": ((3,), (IMAGES,)),
 }
 
 
@@ -234,6 +240,10 @@ RUNS = {
     "ShardedOptimizer": [Sharded, lambda: Sharded(amsgrad=True)],
     "ShardedState": [StateOfSharded],
     "StepGuard": [lambda: Scaled(warpsmith.amp.StepGuard), lambda: Scaled(warpsmith.amp.StepGuard, torchs=True)],
+    "Muon": [
+        lambda: Training(warpsmith.optim.Muon, others="adamw"),
+        lambda: Training(warpsmith.optim.Muon, others="adamw", newton_schulz="gram", nesterov=False),
+    ],
     "GradScaler": [
         lambda: Scaled(warpsmith.amp.GradScaler, growth_interval=2),
         lambda: Scaled(warpsmith.amp.GradScaler, torchs=True, growth_interval=2),
@@ -250,7 +260,13 @@ def runs_of(name, kind):
         return [lambda: Module(name)]
     assert issubclass(kind, torch.optim.Optimizer), f"{name} loads a state: say in RUNS how it is used"
     more = {**OPTIONS.get(name, {}), "weight_decay": 0.1}
-    return [lambda: Training(kind), lambda: Training(kind, **more)]
+    runs = [lambda: Training(kind), lambda: Training(kind, **more)]
+    for precision in ("8bit", "master", "bf16_kahan", "bf16_sr", "remainder"):
+        stored = {k: v for k, v in more.items() if k != "amsgrad"} | {"precision": precision}
+        with contextlib.suppress(ValueError):  # of a class without it
+            Training(kind, **stored)
+            runs.append(lambda stored=stored: Training(kind, **stored))
+    return runs
 
 
 @pytest.fixture(scope="module")

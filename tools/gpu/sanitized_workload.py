@@ -63,7 +63,8 @@ def run_optimizers(device: str) -> int:
     found = (getattr(warpsmith.optim, name) for name in warpsmith.optim.__all__)
     for optim in (f for f in found if isinstance(f, type) and issubclass(f, torch.optim.Optimizer)):
         warpsmith.optim.clip_grad_norm_(params, 1.0)
-        optimizer = optim(params, lr=1e-3)
+        more = {"others": "adamw"} if optim is warpsmith.optim.Muon else {}
+        optimizer = optim(params, lr=1e-3, **more)
         for _ in range(2):
             optimizer.step()
             calls += 1

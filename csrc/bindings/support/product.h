@@ -18,6 +18,31 @@ inline bool may_be_own([[maybe_unused]] const Tensor& out) {
 #endif
 }
 
+#if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
+// Allocates the workspace of the kernel that is chosen for `p` and launches it; false, if there is none.
+inline bool run_own_product(const char* op, const Tensor& out, ProductParams p) {
+  ProductPlan plan;
+  raise_if_failed(op, product_plan_cuda(p, &plan));
+  if (!plan.kernel) return false;
+  std::optional<Tensor> sums, flags, partials;
+  if (p.column_sums) {
+    const int64_t sizes[2] = {partial_rows(p.rows), p.columns};
+    partials = allocate(op, "partial sums of columns", sizes, 2, aoti_torch_dtype_float32(), out);
+    p.partials = static_cast<float*>(partials->mutable_data_ptr());
+  }
+  if (plan.kernel->splits) {
+    sums = allocate_vector(op, "partial sums", plan.sums, aoti_torch_dtype_float32(), out);
+    flags = allocate_vector(op, "flags of partial sums", plan.flags, aoti_torch_dtype_int32(), out);
+    torch::stable::zero_(*flags);
+    p.sums = static_cast<float*>(sums->mutable_data_ptr());
+    p.flags = static_cast<int*>(flags->mutable_data_ptr());
+  }
+  run_on(
+      op, out, [&](void* stream) { return product_cuda(p, plan, stream); }, [](const Parallel&) { return Status(); });
+  return true;
+}
+#endif
+
 // out = epilogue(a @ b) by our Hopper kernels; `p` holds what the epilogue needs. Returns false, and has written
 // nothing, where the library must multiply: on the CPU, and where choose_product refuses. out is contiguous; float32
 // for 16-bit operands means `wide`.
@@ -41,25 +66,7 @@ inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const 
   p.rows = out.size(0);
   p.columns = out.size(1);
   p.inner = a.size(1);
-  ProductPlan plan;
-  raise_if_failed(op, product_plan_cuda(p, &plan));
-  if (!plan.kernel) return false;
-  std::optional<Tensor> sums, flags, partials;
-  if (p.column_sums) {
-    const int64_t sizes[2] = {partial_rows(p.rows), p.columns};
-    partials = allocate(op, "partial sums of columns", sizes, 2, aoti_torch_dtype_float32(), out);
-    p.partials = static_cast<float*>(partials->mutable_data_ptr());
-  }
-  if (plan.kernel->splits) {
-    sums = allocate_vector(op, "partial sums", plan.sums, aoti_torch_dtype_float32(), out);
-    flags = allocate_vector(op, "flags of partial sums", plan.flags, aoti_torch_dtype_int32(), out);
-    torch::stable::zero_(*flags);
-    p.sums = static_cast<float*>(sums->mutable_data_ptr());
-    p.flags = static_cast<int*>(flags->mutable_data_ptr());
-  }
-  run_on(
-      op, out, [&](void* stream) { return product_cuda(p, plan, stream); }, [](const Parallel&) { return Status(); });
-  return true;
+  return run_own_product(op, out, p);
 #else
   return false;
 #endif

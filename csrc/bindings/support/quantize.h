@@ -24,6 +24,8 @@ struct CastOptions {
   bool power_of_two;
   bool counts = false, column_sums = false;
   bool amax = false;  // beside a given scale
+  // Of row scales: [columns] and [at most rows], float32, contiguous (kernels/quantize/quantize.h).
+  const Tensor *column_factor = nullptr, *row_factor = nullptr;
 };
 struct Casts {
   std::optional<Tensor> data, scale, transposed, transposed_scale, counts, sums, amax;
@@ -32,6 +34,8 @@ Casts cast_fp8(const Tensor& x, const std::optional<Tensor>& scale, const CastOp
 
 Tensor dequantize_fp8(Tensor data, Tensor scale, ScalarType dtype);
 Tensor fp8_amax(Tensor x, bool by_row);
+// A contiguous matrix of bytes, transposed; rows_to: with so many rows, the last of zeros.
+Tensor transposed_bytes(const char* op, const Tensor& data, int64_t rows_to);
 
 // No float64: the law of a scale is that of float32.
 inline Dtype narrow_dtype(const char* op, const char* argument, const Tensor& t) {

@@ -33,6 +33,10 @@ inline variable_list linear_gradients(const Op& op, Backward& b) {
   return result;
 }
 
+inline variable_list matmul_symmetric_gradients(const Op&, Backward& b) {
+  return {at::matmul(b.grads[0] + b.grads[0].mT(), b.arguments[0].toTensor())};
+}
+
 }  // namespace detail
 
 // y = f(x @ weight^T + bias) + residual, with gradients for x, weight, bias and residual. residual: of the shape and
@@ -99,6 +103,16 @@ inline at::Tensor scaled_linear(const at::Tensor& x, const at::Tensor& weight,
       op, {x, weight, bias, none, none, none, none, none, none, none, none, static_cast<int64_t>(options.scaling),
            static_cast<int64_t>(options.accumulate), options.grad_e5m2, options.wgrad_high, options.power_of_two,
            options.emulate, /*watch=*/false})[0];
+}
+
+// y = x @ x^T over the last two dimensions, symmetric bit for bit.
+inline at::Tensor matmul_symmetric(const at::Tensor& x) {
+  static const detail::Op op({.name = "matmul_symmetric",
+                              .forward = "matmul_symmetric",
+                              .gradients = detail::matmul_symmetric_gradients,
+                              .inputs = {"x"},
+                              .saved = {"x"}});
+  return detail::call(op, {x})[0];
 }
 
 }  // namespace warpsmith

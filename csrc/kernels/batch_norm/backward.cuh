@@ -10,7 +10,8 @@ struct GradientsParams {
   const void *dy, *x;
   const uint8_t* mask;
   void *dx, *dresidual;
-  float *sums, *products;  // [slices, columns] of g and of g * (x - mean); of `gradients` [columns], or null: zeros
+  float *sums, *products;  // [slices, columns] of g and of g * (x - mean) * unit
+  const float* means;      // [2, columns] of g and of g * x_hat, for `gradients`; null: zeros
   Affine affine;
   int64_t dy_stride, x_stride;  // in vectors
   Turns turns;
@@ -33,14 +34,12 @@ __device__ __forceinline__ void load_gradient(float (&g)[N], const GradientsPara
 
 // The same turns for both passes: U rows of dy, x and the mask.
 template <class T, int N, int U> struct RowsOfGradients {
-  Packed<T, N> dy[U], x[U];
+  Packed<T, N> dy[U], x[U] = {};
   unsigned kept[U];
-  __device__ __forceinline__ RowsOfGradients(const GradientsParams& p, const Place<N>& at, int64_t first, bool with_x) {
-    load_rows<T, N>(dy, p.dy, p.dy_stride, at.vector, first, at.rows_together, p.turns.rows);
-    if (with_x)
-      load_rows<T, N>(x, p.x, p.x_stride, at.vector, first, at.rows_together, p.turns.rows);
-    else
-      for (int u = 0; u < U; ++u) x[u] = {};
+  template <device::Cache cache>
+  __device__ __forceinline__ void load(const GradientsParams& p, const Place<N>& at, int64_t first, bool with_x) {
+    load_rows<T, N, cache>(dy, p.dy, p.dy_stride, at.vector, first, at.rows_together, p.turns.rows);
+    if (with_x) load_rows<T, N, cache>(x, p.x, p.x_stride, at.vector, first, at.rows_together, p.turns.rows);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int64_t row = first + u * at.rows_together;
@@ -52,8 +51,11 @@ template <class T, int N, int U> struct RowsOfGradients {
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNormResident) sums(GradientsParams p) {
   constexpr int U = BatchNormTogether::sums;
+  static_assert(U == 4);
   WARPSMITH_SHARED(float, sums, kThreads* N);
   WARPSMITH_SHARED(float, products, kThreads* N);
+  WARPSMITH_SHARED(double, scratch, 2 * kThreads);
+  device::launch_dependents();
   const Turns& t = p.turns;
   const Place<N> at(t);
   float sum[N] = {}, product[N] = {};
@@ -61,7 +63,8 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
     const Channels<N> channels(p.affine, at.column, p.relu && !p.mask);
     for (int64_t turn = at.slice; turn < t.turns; turn += t.slices) {
       const int64_t first = turn * t.rows_a_turn + at.row;
-      const RowsOfGradients<T, N, U> rows(p, at, first, true);
+      RowsOfGradients<T, N, U> rows;
+      rows.template load<device::Cache::keep>(p, at, first, true);
       float g[U][N];
 #pragma unroll
       for (int u = 0; u < U; ++u) load_gradient<T, N>(g[u], p, channels, rows.dy[u], rows.x[u], rows.kept[u]);
@@ -70,7 +73,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
         float d[U];
 #pragma unroll
         for (int u = 0; u < U; ++u)
-          d[u] = first + u * at.rows_together < t.rows ? element<T, N>(rows.x[u], k) - channels.mean[k] : 0.0f;
+          d[u] = channels.centered(element<T, N>(rows.x[u], k), k);  // behind the last row g is 0
         sum[k] += (g[0][k] + g[1][k]) + (g[2][k] + g[3][k]);
         product[k] += fmaf(g[0][k], d[0], g[1][k] * d[1]) + fmaf(g[2][k], d[2], g[3][k] * d[3]);
       }
@@ -81,22 +84,21 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
     sums[threadIdx.x * N + k] = sum[k];
     products[threadIdx.x * N + k] = product[k];
   }
-  __syncthreads();
-  const int width = t.lanes * N;
-  const int64_t column = at.tile * width + threadIdx.x;
-  if (static_cast<int>(threadIdx.x) >= width || column >= t.columns) return;
-  const auto total_of = [&](const float* of) {
-    return static_cast<float>(
-        sum_of_block(at.rows_together, [&](int r) { return of[r * width + static_cast<int>(threadIdx.x)]; }));
+  const auto add = [&](int place, double& of_g, double& of_products) {
+    of_g += sums[place];
+    of_products += products[place];
   };
-  device::store(p.sums + at.slice * t.columns + column, total_of(sums));
-  device::store(p.products + at.slice * t.columns + column, total_of(products));
+  int64_t column;
+  double of_g, of_products;
+  if (!sums_of_block<N>(t, at.tile, scratch, add, column, of_g, of_products)) return;
+  device::store(p.sums + at.slice * t.columns + column, static_cast<float>(of_g));
+  device::store(p.products + at.slice * t.columns + column, static_cast<float>(of_products));
 }
 
 struct FinishSumsParams {
   const float *sums, *products;    // [slices, columns]
-  const float* rstd;               // [columns]
-  float *mean_sum, *mean_product;  // [columns]: mean of g, and mean of g * x_hat times rstd
+  const float *mean, *rstd;        // [columns]
+  float *mean_sum, *mean_product;  // [columns]: means of g and of g * x_hat
   void *dweight, *dbias;           // [columns], dtype, or null
   int64_t rows, columns, slices;
   Dtype dtype;
@@ -105,6 +107,7 @@ struct FinishSumsParams {
 __global__ void __launch_bounds__(kThreads) finish_sums(FinishSumsParams p) {
   WARPSMITH_SHARED(double, first_scratch, kThreads);
   WARPSMITH_SHARED(double, second_scratch, kThreads);
+  device::launch_dependents();
   device::wait_for_previous_kernel();
   const int part = static_cast<int>(threadIdx.x) / kItems;
   const int64_t column = int64_t{blockIdx.x} * kItems + threadIdx.x % kItems;
@@ -118,48 +121,58 @@ __global__ void __launch_bounds__(kThreads) finish_sums(FinishSumsParams p) {
   sum = sum_of_parts(sum, first_scratch);
   product = sum_of_parts(product, second_scratch);
   if (part != 0 || !here) return;
-  const double rstd = device::load(p.rstd + column), rows = static_cast<double>(p.rows);
-  product *= rstd;
+  const float rstd = device::load(p.rstd + column);
+  const double rows = static_cast<double>(p.rows);
+  const double share = static_cast<double>(rstd) / unit_of(device::load(p.mean + column), rstd);
+  product *= share;
   device::store(p.mean_sum + column, static_cast<float>(sum / rows));
-  device::store(p.mean_product + column, static_cast<float>(product * rstd / rows));
+  device::store(p.mean_product + column, static_cast<float>(product / rows));
   if (p.dbias) store_as(p.dbias, p.dtype, column, static_cast<float>(sum));
   if (p.dweight) store_as(p.dweight, p.dtype, column, static_cast<float>(product));
 }
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNormResident) gradients(GradientsParams p) {
   constexpr int U = BatchNormTogether::gradients;
-  device::wait_for_previous_kernel();
+  constexpr auto once = device::Cache::streaming;
   const Turns& t = p.turns;
   const Place<N> at(t);
-  if (!at.here) return;
-  const bool again = p.relu && !p.mask, with_x = again || (p.dx && p.sums);
+  if (!at.here) return device::wait_for_previous_kernel();
+  const bool again = p.relu && !p.mask, with_x = again || (p.dx && p.means);
+  int64_t turn = t.turns - 1 - at.slice, first = turn * t.rows_a_turn + at.row;
+  RowsOfGradients<T, N, U> rows;
+  rows.template load<once>(p, at, first, with_x);  // of no kernel that still runs
+  device::wait_for_previous_kernel();
   const Channels<N> channels(p.affine, at.column, again);
   float mean_sum[N] = {}, mean_product[N] = {};
-  if (p.sums) {
+  if (p.means) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      mean_sum[k] = device::load(p.sums + at.column + k);
-      mean_product[k] = device::load(p.products + at.column + k);
+      mean_sum[k] = device::load(p.means + at.column + k);
+      mean_product[k] = share_of(device::load(p.affine.rstd + at.column + k), channels.unit[k]) *
+                        device::load(p.means + t.columns + at.column + k);
     }
   }
-  for (int64_t turn = t.turns - 1 - at.slice; turn >= 0; turn -= t.slices) {
-    const int64_t first = turn * t.rows_a_turn + at.row;
-    const RowsOfGradients<T, N, U> rows(p, at, first, with_x);
+  for (;;) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int64_t row = first + u * at.rows_together;
       if (row >= t.rows) break;
       float g[N], dx[N];
       load_gradient<T, N>(g, p, channels, rows.dy[u], rows.x[u], rows.kept[u]);
-      if (p.dresidual) device::store(vector_at<T, N>(p.dresidual, row * t.vectors + at.vector), device::rounded<T>(g));
+      if (p.dresidual)
+        device::store<once>(vector_at<T, N>(p.dresidual, row * t.vectors + at.vector), device::rounded<T>(g));
       if (!p.dx) continue;
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const float d = p.sums ? element<T, N>(rows.x[u], k) - channels.mean[k] : 0.0f;
-        dx[k] = channels.scale[k] * fmaf(-d, mean_product[k], g[k] - mean_sum[k]);
+        const float d = p.means ? channels.centered(element<T, N>(rows.x[u], k), k) : 0.0f;
+        dx[k] = fmaf(-d, mean_product[k], g[k] - mean_sum[k]) * channels.unit[k] * channels.scale[k];
       }
-      device::store(vector_at<T, N>(p.dx, row * t.vectors + at.vector), device::rounded<T>(dx));
+      device::store<once>(vector_at<T, N>(p.dx, row * t.vectors + at.vector), device::rounded<T>(dx));
     }
+    turn -= t.slices;
+    if (turn < 0) return;
+    first = turn * t.rows_a_turn + at.row;
+    rows.template load<once>(p, at, first, with_x);
   }
 }
 

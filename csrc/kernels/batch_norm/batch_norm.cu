@@ -77,6 +77,7 @@ Status batch_norm_forward_cuda(const BatchNormForwardParams& p, void* stream) {
                                 .new_var = p.new_var,
                                 .mean = static_cast<float*>(p.mean),
                                 .rstd = static_cast<float*>(p.rstd),
+                                .exact = p.exact,
                                 .rows = p.rows,
                                 .columns = p.columns,
                                 .slices = c.slices,
@@ -97,6 +98,7 @@ Status batch_norm_forward_cuda(const BatchNormForwardParams& p, void* stream) {
     }));
   }
   WARPSMITH_RETURN_IF_FAILED(launch_pass(finish_statistics, ceil_div(p.columns, kItems), p.training, finish, stream));
+  if (!p.y) return {};
   const BatchNormConfig last = choose_batch_norm(problem, BatchNormTogether::normalize);
   const int64_t x_stride = p.x_stride / last.vector_elems, residual_stride = p.residual_stride / last.vector_elems;
   const NormalizeParams n{
@@ -116,6 +118,7 @@ Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) 
                     .dresidual = p.dresidual,
                     .sums = nullptr,
                     .products = nullptr,
+                    .means = nullptr,
                     .affine = affine_of(p),
                     .dy_stride = p.dy_stride / c.vector_elems,
                     .x_stride = p.x_stride / c.vector_elems,
@@ -132,6 +135,7 @@ Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) 
     float* const means = g.products + length;
     const FinishSumsParams finish{.sums = g.sums,
                                   .products = g.products,
+                                  .mean = g.affine.mean,
                                   .rstd = g.affine.rstd,
                                   .mean_sum = means,
                                   .mean_product = means + p.columns,
@@ -142,9 +146,9 @@ Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) 
                                   .slices = c.slices,
                                   .dtype = p.weight_dtype};
     WARPSMITH_RETURN_IF_FAILED(launch_pass(finish_sums, ceil_div(p.columns, kItems), true, finish, stream));
-    g.sums = p.training ? means : nullptr;
-    g.products = p.training ? means + p.columns : nullptr;
+    g.means = p.training ? means : nullptr;
   }
+  if (p.means) g.means = static_cast<const float*>(p.means);
   if (!p.dx && !p.dresidual) return {};
   const BatchNormConfig last = choose_batch_norm(problem, BatchNormTogether::gradients);
   g.turns = turns_of(problem, last);

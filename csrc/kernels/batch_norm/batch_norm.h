@@ -24,11 +24,12 @@ struct BatchNormForwardParams {
   const void* bias = nullptr;          // [columns], weight_dtype; null: zeros
   const void* running_mean = nullptr;  // [columns], running_dtype; null together with running_var, only if training
   const void* running_var = nullptr;   // [columns], running_dtype
-  void* y = nullptr;                   // [rows, columns], dtype, contiguous
+  void* y = nullptr;                   // [rows, columns], dtype, contiguous; null: statistics alone
   uint8_t* mask = nullptr;  // [rows, columns / batch_norm_vector]: bit k of a vector's byte is 0 where its element k of
                             // y was cut to 0; null: not wanted
   void* mean = nullptr;     // [columns], real
   void* rstd = nullptr;     // [columns], real
+  double* exact = nullptr;  // [2, columns]: mean and variance; null: not wanted
   void* new_mean = nullptr;  // [columns], running_dtype; null: not wanted. May be running_mean
   void* new_var = nullptr;   // [columns], running_dtype; null exactly when new_mean is
   void* partials = nullptr;  // [2, slices, columns], float (double on the CPU), if training
@@ -49,6 +50,8 @@ struct BatchNormBackwardParams {
   const void* mean = nullptr;     // [columns], real
   const void* rstd = nullptr;     // [columns], real
   const uint8_t* mask = nullptr;  // of the forward; null with `relu`: there was no residual, v is computed again
+  const void* means = nullptr;    // [2, columns], real: means of g and of g * x_hat, over rows that are not all here;
+                                  // null: of the rows here
   void* dx = nullptr;             // [rows, columns], dtype, contiguous; null: not wanted
   void* dresidual = nullptr;      // [rows, columns], dtype, contiguous; null: not wanted
   void* dweight = nullptr;        // [columns], weight_dtype; null: not wanted
@@ -58,7 +61,7 @@ struct BatchNormBackwardParams {
   bool training = false, relu = false;
   Dtype dtype = Dtype::float32, weight_dtype = Dtype::float32;
 
-  bool needs_sums() const { return (training && dx) || dweight || dbias; }
+  bool needs_sums() const { return (training && dx && !means) || dweight || dbias; }
 };
 
 Status batch_norm_forward_cuda(const BatchNormForwardParams& params, void* stream);

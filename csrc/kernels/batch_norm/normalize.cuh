@@ -18,17 +18,22 @@ struct NormalizeParams {
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNormResident) normalize(NormalizeParams p) {
   constexpr int U = BatchNormTogether::normalize;
-  device::wait_for_previous_kernel();
+  constexpr auto once = device::Cache::streaming;
   const Turns& t = p.turns;
   const Place<N> at(t);
+  int64_t turn = t.turns - 1 - at.slice, first = 0;
+  Packed<T, N> x[U], residual[U] = {};
+  const auto load = [&] {
+    first = turn * t.rows_a_turn + at.row;
+    load_rows<T, N, once>(x, p.x, p.x_stride, at.vector, first, at.rows_together, t.rows);
+    if (p.residual)
+      load_rows<T, N, once>(residual, p.residual, p.residual_stride, at.vector, first, at.rows_together, t.rows);
+  };
+  if (at.here) load();  // of no kernel that still runs
+  device::wait_for_previous_kernel();
   if (!at.here) return;
   const Channels<N> channels(p.affine, at.column, true);
-  for (int64_t turn = t.turns - 1 - at.slice; turn >= 0; turn -= t.slices) {
-    const int64_t first = turn * t.rows_a_turn + at.row;
-    Packed<T, N> x[U], residual[U] = {};
-    load_rows<T, N>(x, p.x, p.x_stride, at.vector, first, at.rows_together, t.rows);
-    if (p.residual)
-      load_rows<T, N>(residual, p.residual, p.residual_stride, at.vector, first, at.rows_together, t.rows);
+  for (;;) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int64_t row = first + u * at.rows_together;
@@ -44,9 +49,12 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
           v[k] = keeps(v[k]) ? v[k] : 0.0f;
         }
       }
-      device::store(vector_at<T, N>(p.y, row * t.vectors + at.vector), device::rounded<T>(v));
+      device::store<once>(vector_at<T, N>(p.y, row * t.vectors + at.vector), device::rounded<T>(v));
       if (p.mask) device::store(p.mask + row * t.vectors + at.vector, static_cast<uint8_t>(kept));
     }
+    turn -= t.slices;
+    if (turn < 0) return;
+    load();
   }
 }
 

@@ -1,18 +1,20 @@
 #pragma once
+#include <limits>
+
 #include "device/math.h"
 #include "device/programmatic_launch.h"
 #include "kernels/batch_norm/place.cuh"
 
 // Mean and variance of each channel in three steps of fixed order: threads over their turns, blocks over their threads,
 // then `finish_statistics` over the blocks. `statistics` reads x once, and writes 8 bytes a channel and slice, which
-// the finish reads twice.
+// the finish reads.
 namespace warpsmith::batch_norm {
 
 struct StatisticsParams {
   const void* x;
   int64_t x_stride;        // in vectors
-  float *means, *squares;  // [slices, columns]: mean of x - shift, and sum of the squared differences from it, of the
-                           // rows of each slice
+  float *means, *squares;  // [slices, columns]: mean of x - shift, and sum of the squared differences from it
+                           // (stored_square), of the rows of each slice
   Turns turns;
 };
 
@@ -22,41 +24,66 @@ template <class T> __device__ __forceinline__ float shift_of(const void* x, int6
   return fabsf(first) <= 1e18f ? first : 0.0f;
 }
 
-// Mean, sum of squared differences from it, and number of what a thread has seen of its channels.
+// Sums of squares of a thread and of a slice are floats. One beyond float is stored negative, as -square / kBeyond.
+constexpr double kBeyond = 0x1p160;
+__device__ __forceinline__ float stored_square(double square) {
+  return static_cast<float>(square <= 1e38 ? square : square / -kBeyond);
+}
+__device__ __forceinline__ double square_of(float stored) { return stored < 0 ? stored * -kBeyond : stored; }
+
+// Sums of a thread: of d = x - center, and of d * d. The center is the mean of the thread's first rows, so that the
+// squares about the mean do not cancel when they are taken of both sums, wherever the mean lies.
 template <int N> struct Moments {
-  float mean[N] = {}, square[N] = {}, count = 0;
+  float center[N], sum[N] = {}, square[N] = {};
 };
 
-// Takes the first `rows` of the rows of a turn: of differences from a channel's first value their mean, then the
-// squares about that, merged into the moments before (Chan, Golub and LeVeque, 1979). No difference cancels, wherever
-// the mean lies. kWhole: all U rows are there.
+// Takes the first `rows` of the rows of a turn. kWhole: all U rows are there.
 template <bool kWhole, class T, int N, int U>
-__device__ __forceinline__ void merge_turn(Moments<N>& m, const Packed<T, N> (&x)[U], const float (&shift)[N],
-                                           int rows) {
-  const float here = kWhole ? U : static_cast<float>(rows), reciprocal = 1.0f / here;
-  const float weight = here / (m.count + here), rest = 1.0f - weight, both = m.count * weight;
+__device__ __forceinline__ void add_turn(Moments<N>& m, const Packed<T, N> (&x)[U], int rows) {
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    float d[U], part[U];
+    float d[U], square[U / 2];
 #pragma unroll
-    for (int u = 0; u < U; ++u) part[u] = d[u] = kWhole || u < rows ? element<T, N>(x[u], k) - shift[k] : 0.0f;
+    for (int u = 0; u < U; ++u) d[u] = kWhole || u < rows ? element<T, N>(x[u], k) - m.center[k] : 0.0f;
+#pragma unroll
+    for (int u = 0; u < U / 2; ++u) square[u] = fmaf(d[u], d[u], d[u + U / 2] * d[u + U / 2]);
 #pragma unroll
     for (int width = U / 2; width > 0; width /= 2)
 #pragma unroll
-      for (int u = 0; u < width; ++u) part[u] += part[u + width];
-    const float of_turn = part[0] * reciprocal;
-    float about = 0;
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const float apart = d[u] - of_turn;
-      if (kWhole || u < rows) about = fmaf(apart, apart, about);
-    }
-    // Without rows before, weight is 1: their mean and squares are zeros. Infinities stay.
-    const float apart = m.count > 0 ? of_turn - m.mean[k] : 0.0f;
-    m.mean[k] = fmaf(of_turn, weight, m.mean[k] * rest);
-    m.square[k] += fmaf(apart * apart, both, about);
+      for (int u = 0; u < width; ++u) {
+        d[u] += d[u + width];
+        if (width < U / 2) square[u] += square[u + width];
+      }
+    m.sum[k] += d[0];
+    m.square[k] += square[0];
   }
-  m.count += here;
+}
+
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= std::numeric_limits<float>::max(); }
+
+// The means and squares of a thread again, of its channels whose squares are not finite.
+template <class T, int N>
+__device__ void add_in_double(const StatisticsParams& p, const Place<N>& at, float* means, float* squares) {
+  const Turns& t = p.turns;
+#pragma unroll 1
+  for (int k = 0; k < N; ++k) {
+    if (is_finite(squares[k])) continue;
+    const T* const x = static_cast<const T*>(p.x) + at.column + k;
+    const double shift = shift_of<T>(p.x, at.column + k);
+    double sum = 0, square = 0, count = 0;
+    for (int64_t turn = at.slice; turn < t.turns; turn += t.slices) {
+      const int64_t end = min((turn + 1) * t.rows_a_turn, t.rows);
+      for (int64_t row = turn * t.rows_a_turn + at.row; row < end; row += at.rows_together) {
+        const double d = device::to_float(device::load(x + row * p.x_stride * N)) - shift;
+        sum += d;
+        square += d * d;
+        count += 1;
+      }
+    }
+    square -= sum * sum / count;
+    means[k] = static_cast<float>(sum / count);
+    squares[k] = stored_square(square < 0 ? 0 : square);
+  }
 }
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNormResident)
@@ -64,47 +91,90 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
   constexpr int U = BatchNormTogether::statistics;
   WARPSMITH_SHARED(float, means, kThreads* N);
   WARPSMITH_SHARED(float, squares, kThreads* N);
+  WARPSMITH_SHARED(double, scratch, 2 * kThreads);
   WARPSMITH_SHARED(float, counts, kThreads);
+  device::launch_dependents();
   const Turns& t = p.turns;
   const Place<N> at(t);
-  Moments<N> m;
-  float shift[N] = {};
+  float* const own_means = means + threadIdx.x * N;
+  float* const own_squares = squares + threadIdx.x * N;
+  float count = 0;
   if (at.here) {
-#pragma unroll
-    for (int k = 0; k < N; ++k) shift[k] = shift_of<T>(p.x, at.column + k);
-  }
-  for (int64_t turn = at.here ? at.slice : t.turns; turn < t.turns; turn += t.slices) {
-    const int64_t first = turn * t.rows_a_turn + at.row;
-    Packed<T, N> x[U];
-    load_rows<T, N>(x, p.x, p.x_stride, at.vector, first, at.rows_together, t.rows);
-    if (first + (U - 1) * at.rows_together < t.rows) {
-      merge_turn<true, T, N>(m, x, shift, U);
-    } else {
+    Moments<N> m;
+    Packed<T, N> x[U], next[U];
+    const int64_t rows_on = t.rows_a_turn * t.slices, row = at.slice * t.rows_a_turn + at.row;
+    const Packed<T, N>* from = vector_at<T, N>(p.x, row * p.x_stride + at.vector);
+    int64_t left = t.rows - row;  // rows from this thread's first of a turn on; a turn that is not the last is whole
+    const auto load = [&](Packed<T, N>(&to)[U]) {
+      load_rows<T, N>(to, from, p.x_stride, 0, 0, at.rows_together, left);
+      from += rows_on * p.x_stride;
+    };
+    const auto there = [&] {
       int rows = 0;
-      while (first + rows * at.rows_together < t.rows) ++rows;
-      if (rows > 0) merge_turn<false, T, N>(m, x, shift, rows);
-    }
-  }
-  if (at.lane == 0) counts[at.row] = m.count;
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
-    means[threadIdx.x * N + k] = m.mean[k];
-    squares[threadIdx.x * N + k] = m.square[k];
+      for (int u = 0; u < U; ++u) rows += u * at.rows_together < left;
+      return rows;
+    };
+    load(x);
+    const int rows = there();
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const float shift = shift_of<T>(p.x, at.column + k);
+      float sum = 0;
+#pragma unroll
+      for (int u = 0; u < U; ++u) sum += u < rows ? element<T, N>(x[u], k) - shift : 0.0f;
+      m.center[k] = shift + sum / static_cast<float>(max(rows, 1));
+    }
+    // The loads of the next turn are in flight while this one is added.
+    const auto add = [&](Packed<T, N>(&x)[U], Packed<T, N>(&next)[U]) {
+      left -= rows_on;
+      load(next);
+      add_turn<true, T, N>(m, x, U);
+      count += U;
+    };
+    while (left > 2 * rows_on) {
+      add(x, next);
+      add(next, x);
+    }
+    if (left > rows_on) {
+      add(x, next);
+#pragma unroll
+      for (int u = 0; u < U; ++u) x[u] = next[u];
+    }
+    if (left > 0) {
+      add_turn<false, T, N>(m, x, there());
+      count += static_cast<float>(there());
+    }
+    const float reciprocal = 1.0f / fmaxf(count, 1.0f);
+    bool beyond = false;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const float mean = m.sum[k] * reciprocal;
+      const float square = fmaf(-mean, m.sum[k], m.square[k]);
+      own_means[k] = m.center[k] - shift_of<T>(p.x, at.column + k) + mean;
+      own_squares[k] = square < 0.0f ? 0.0f : square;
+      beyond = beyond || !is_finite(square);
+    }
+    if (beyond) add_in_double<T, N>(p, at, own_means, own_squares);
+  } else {
+    for (int k = 0; k < N; ++k) own_means[k] = own_squares[k] = 0.0f;
   }
-  __syncthreads();
+  if (at.lane == 0) counts[at.row] = count;
   const int width = t.lanes * N;
-  const int64_t column = at.tile * width + threadIdx.x;
-  if (static_cast<int>(threadIdx.x) >= width || column >= t.columns) return;
-  const auto place = [&](int r) { return r * width + static_cast<int>(threadIdx.x); };
-  const double total = sum_of_block(at.rows_together, [&](int r) { return counts[r]; });
-  const double of_means = sum_of_block(at.rows_together, [&](int r) { return counts[r] * means[place(r)]; });
-  const float middle = static_cast<float>(of_means / total);
-  const double sum = sum_of_block(at.rows_together, [&](int r) {
-    const float apart = means[place(r)] - middle;
-    return counts[r] > 0 ? fmaf(apart * apart, counts[r], squares[place(r)]) : 0.0f;
-  });
-  device::store(p.means + at.slice * t.columns + column, middle);
-  device::store(p.squares + at.slice * t.columns + column, static_cast<float>(sum));
+  const auto add = [&](int place, double& sum, double& square) {
+    const double rows = counts[place / width], mean = means[place];
+    sum += rows * mean;
+    square += square_of(squares[place]) + rows * mean * mean;
+  };
+  int64_t column;
+  double sum, square;
+  if (!sums_of_block<N>(t, at.tile, scratch, add, column, sum, square)) return;
+  double rows = 0;
+#pragma unroll 8
+  for (int r = 0; r < at.rows_together; ++r) rows += counts[r];
+  square -= sum * sum / rows;
+  device::store(p.means + at.slice * t.columns + column, static_cast<float>(sum / rows));
+  device::store(p.squares + at.slice * t.columns + column, stored_square(square < 0 ? 0 : square));
 }
 
 constexpr int kItems = 8, kParts = kThreads / kItems;  // of a finishing block: channels, and threads of each
@@ -131,6 +201,7 @@ struct FinishStatisticsParams {
   const void *running_mean, *running_var;  // [columns], dtype
   void *new_mean, *new_var;                // [columns], dtype, or null
   float *mean, *rstd;                      // [columns]
+  double* exact;                           // [2, columns]: mean and variance, or null
   int64_t rows, columns, slices;
   BatchNormSliceRows slice_rows;
   float keep, momentum;
@@ -141,6 +212,7 @@ struct FinishStatisticsParams {
 __global__ void __launch_bounds__(kThreads) finish_statistics(FinishStatisticsParams p) {
   WARPSMITH_SHARED(double, first_scratch, kThreads);
   WARPSMITH_SHARED(double, second_scratch, kThreads);
+  device::launch_dependents();
   device::wait_for_previous_kernel();
   const int part = static_cast<int>(threadIdx.x) / kItems;
   const int64_t column = int64_t{blockIdx.x} * kItems + threadIdx.x % kItems;
@@ -148,19 +220,16 @@ __global__ void __launch_bounds__(kThreads) finish_statistics(FinishStatisticsPa
   double mean = 0, var = 0, squares = 0;
   const double rows = static_cast<double>(p.rows);
   if (p.means) {
-    const auto count_of = [&](int64_t s) { return static_cast<double>(p.slice_rows.of(s)); };
-    const int64_t from = here ? part : p.slices;
-    double of_means = 0, sum = 0;
+    double sum = 0, square = 0;
 #pragma unroll 4
-    for (int64_t s = from; s < p.slices; s += kParts)
-      of_means += count_of(s) * device::load(p.means + s * p.columns + column);
-    mean = sum_of_parts(of_means, first_scratch) / rows;
-#pragma unroll 4
-    for (int64_t s = from; s < p.slices; s += kParts) {
-      const double apart = device::load(p.means + s * p.columns + column) - mean;
-      sum += count_of(s) * apart * apart + device::load(p.squares + s * p.columns + column);
+    for (int64_t s = here ? part : p.slices; s < p.slices; s += kParts) {
+      const double count = static_cast<double>(p.slice_rows.of(s)), at = device::load(p.means + s * p.columns + column);
+      sum += count * at;
+      square += count * at * at + square_of(device::load(p.squares + s * p.columns + column));
     }
-    squares = sum_of_parts(sum, second_scratch);
+    mean = sum_of_parts(sum, first_scratch) / rows;
+    squares = sum_of_parts(square, second_scratch) - rows * mean * mean;
+    if (squares < 0) squares = 0;  // NaN stays
     var = squares / rows;
     if (here && part == 0) mean += shift_as(p.x, p.x_dtype, column);
   } else if (here && part == 0) {
@@ -170,6 +239,10 @@ __global__ void __launch_bounds__(kThreads) finish_statistics(FinishStatisticsPa
   if (part != 0 || !here) return;
   device::store(p.mean + column, static_cast<float>(mean));
   device::store(p.rstd + column, static_cast<float>(1 / sqrt(var + p.eps)));
+  if (p.exact) {
+    device::store(p.exact + column, mean);
+    device::store(p.exact + p.columns + column, var);
+  }
   if (!p.new_mean) return;
   const auto update = [&](const void* from, void* to, float value) {
     const float old = load_as(from, p.dtype, column);

@@ -7,6 +7,7 @@
 #include "device/launch.h"
 #include "kernels/linear/column_sums.cuh"
 #include "kernels/linear/linear_config.h"
+#include "kernels/linear/mirror.cuh"
 
 namespace warpsmith {
 namespace {
@@ -51,6 +52,19 @@ Status column_sums_cuda(const ColumnSumsParams& p, void* stream) {
     WARPSMITH_RETURN_IF_FAILED(vector_elems(p) == 1 ? launch(sum_slices<T, 1>, first, stream, p, rows)
                                                     : launch(sum_slices<T, N>, first, stream, p, rows));
     return slices == 1 ? Status() : launch(add_slices, second, stream, p, slices);
+  });
+}
+
+Status mirror_cuda(const MirrorParams& p, void* stream) {
+  const int64_t sides = ceil_div(p.n, kMirrorSide), tiles = p.batches * sides * sides;
+  if (tiles == 0) return {};
+  if (tiles > INT32_MAX) return Status::unsupported("symmetric matrices of more than 2^31 tiles of 32 x 32 elements");
+  LaunchConfig config;
+  config.grid.x = static_cast<unsigned>(tiles);
+  config.block.x = kMirrorThreads;
+  return visit_cuda_dtype(p.dtype, [&]<class T>() {
+    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+    return launch(mirror<Bits>, config, stream, static_cast<Bits*>(p.x), p.n, sides);
   });
 }
 

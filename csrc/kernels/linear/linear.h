@@ -30,6 +30,15 @@ Status column_sums_slices_cuda(const ColumnSumsParams& params, int64_t* slices);
 Status column_sums_cuda(const ColumnSumsParams& params, void* stream);
 Status column_sums_cpu(const ColumnSumsParams& params, const Parallel& parallel);
 
+// Copies what lies above the diagonal of square matrices below it.
+struct MirrorParams {
+  void* x;  // [batches, n, n], dtype, contiguous
+  int64_t batches, n;
+  Dtype dtype;
+};
+Status mirror_cuda(const MirrorParams& params, void* stream);
+Status mirror_cpu(const MirrorParams& params, const Parallel& parallel);
+
 // out = epilogue(sum over k of a[m, k] b[n, k]) by the Hopper kernels. The rows of a matrix are adjacent or `stride`
 // elements apart.
 struct ProductParams {
@@ -38,7 +47,8 @@ struct ProductParams {
   int64_t a_stride = 0, b_stride = 0, up_stride = 0;
   void* out = nullptr;                             // [rows, columns], contiguous; float for `wide`
   const void *bias = nullptr, *up_bias = nullptr;  // [columns], dtype; null: none. Layout nt alone
-  void* z = nullptr;     // [rows, columns], dtype. `activate` and `gated` write it (null: not kept); others read
+  void* z = nullptr;     // [rows, columns], dtype. `activate` and `gated` write it (null: not kept); others read;
+                         // of `symmetric` a symmetric one, or null
   void* up_z = nullptr;  // likewise of `gated`; null where z is
   int64_t z_stride = 0;
   float* sums = nullptr;        // [plan.sums], where sums are split
@@ -50,7 +60,10 @@ struct ProductParams {
   ProductLayout layout = ProductLayout::nt;
   ProductEpilogue epilogue = ProductEpilogue::store;
   LinearActivation activation = LinearActivation::none;
-  bool add = false;  // `wide`
+  bool add = false;           // `wide`
+  float alpha = 1, beta = 0;  // `symmetric`
+  int64_t batches = 1;        // likewise: matrices of a, b, z and out, so many elements apart
+  int64_t a_apart = 0, b_apart = 0, z_apart = 0;
   Dtype dtype = Dtype::bfloat16;
 };
 

@@ -1,7 +1,7 @@
 #pragma once
 
 // The ops of the family, a row each: ROW(op). Each is a linear layer or several, with what stands between and behind
-// them, as one step of autograd.
+// them, as one step of autograd; or the product of a matrix and its own transpose.
 //
 // The activations, a row each: ROW(activation, biased, gated, tanh).
 //
@@ -15,7 +15,8 @@
   ROW(linear)                     \
   ROW(mlp)                        \
   ROW(gated_linear)               \
-  ROW(scaled_linear)
+  ROW(scaled_linear)              \
+  ROW(matmul_symmetric)
 
 #define WARPSMITH_LINEAR_ACTIVATIONS(ROW) \
   ROW(relu, bias_relu, reglu, false)      \

@@ -45,7 +45,9 @@ bool is_aligned(const ProductParams& p) {
   return rows_fit(p.a, p.a_stride, tn ? p.inner : p.rows) && rows_fit(p.b, p.b_stride, nt ? p.columns : p.inner) &&
          rows_on_16_bytes(p.out, p.columns, p.rows, p.epilogue == ProductEpilogue::wide ? Dtype::float32 : p.dtype) &&
          rows_fit(p.z, p.z_stride, p.rows) && rows_fit(p.up, p.up_stride, p.columns) &&
-         rows_fit(p.up_z, p.z_stride, p.rows) && on_16_bytes(p.bias) && on_16_bytes(p.up_bias) &&
+         rows_fit(p.up_z, p.z_stride, p.rows) && rows_on_16_bytes(p.a, p.a_apart, p.batches, p.dtype) &&
+         rows_on_16_bytes(p.b, p.b_apart, p.batches, p.dtype) && rows_on_16_bytes(p.z, p.z_apart, p.batches, p.dtype) &&
+         on_16_bytes(p.bias) && on_16_bytes(p.up_bias) &&
          ((!p.bias && !p.up_bias && !hands_over(p.epilogue)) || p.columns % 8 == 0);
 }
 
@@ -76,6 +78,7 @@ Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
                   : how == kWhereItPays  ? OwnProduct::automatic
                                          : OwnProduct::always;
   problem.tile_rows = how > kWhereItPays ? how : 0;
+  problem.batches = p.batches;
   if (problem.asked != OwnProduct::never) {
     DeviceProperties device;
     WARPSMITH_RETURN_IF_FAILED(device_properties(device));

@@ -1,6 +1,8 @@
 #pragma once
 #include <cstdint>
 
+#include "common/alignment.h"
+
 // The Hopper products of linear layers: which kernels are compiled, and which one multiplies a problem. Pure functions
 // of the problem, printable through warpsmith.plan("linear", ...).
 namespace warpsmith {
@@ -20,6 +22,7 @@ enum class ProductEpilogue : uint8_t {
   derivative,  // out = sum * f'(z), of the rounded sum; column sums of it, if they are wanted
   gated,       // two sums, of b and of up: z = sum + bias and up_z likewise, kept or not; out = f(z) * up_z, rounded z
   wide,        // out = sum or out += sum, in float32
+  symmetric,   // out = alpha sum + beta z, of the rounded product; symmetric: tiles below the diagonal are mirrored
 };
 
 // Whether the warps beside the loader compute it, from sums that the consumers hand over.
@@ -58,7 +61,8 @@ struct ProductKernel {
     return epilogue == ProductEpilogue::residual || epilogue == ProductEpilogue::derivative;
   }
   constexpr bool gated() const { return epilogue == ProductEpilogue::gated; }
-  constexpr bool computes() const { return gated() || hands_over(); }
+  constexpr bool symmetric() const { return epilogue == ProductEpilogue::symmetric; }
+  constexpr bool computes() const { return gated() || symmetric() || hands_over(); }
   constexpr bool hands_over() const { return warpsmith::hands_over(epilogue); }
   // Of 384 threads with 168 registers at launch, all of which are given out: to the loader's warpgroup, with the
   // finishers where panels are handed over, and to two of consumers.
@@ -66,7 +70,7 @@ struct ProductKernel {
   constexpr int consumer_registers() const { return 252 - producer_registers() / 2; }
   constexpr int panels() const { return tile.rows / 128 * tile.columns / 64; }  // 16 x 64 sums of a consumer's warp
   constexpr int columns() const { return gated() ? tile.columns / 2 : tile.columns; }  // of out in a tile
-  constexpr bool takes_bias() const { return layout == ProductLayout::nt; }
+  constexpr bool takes_bias() const { return layout == ProductLayout::nt && !symmetric(); }
   constexpr bool operator==(const ProductKernel&) const = default;
 };
 
@@ -79,6 +83,7 @@ constexpr ProductKernel kProducts[] = {
     {ProductLayout::nt, ProductEpilogue::activate, false, kWideTile},
     {ProductLayout::nt, ProductEpilogue::residual, false, kWideTile},
     {ProductLayout::nt, ProductEpilogue::gated, false, kWideTile},
+    {ProductLayout::nt, ProductEpilogue::symmetric, false, kWideTile},  // tiles of a cluster are square
     {ProductLayout::nn, ProductEpilogue::store, false, kWideTile},
     {ProductLayout::nn, ProductEpilogue::derivative, false, kWideTile},
     {ProductLayout::tn, ProductEpilogue::store, false, kWideTile},
@@ -87,6 +92,7 @@ constexpr ProductKernel kProducts[] = {
     {ProductLayout::tn, ProductEpilogue::wide, false, kWideTile},
     {ProductLayout::tn, ProductEpilogue::wide, false, kLargeTile},
     {ProductLayout::tn, ProductEpilogue::wide, true, kWideTile},
+    {ProductLayout::tn, ProductEpilogue::symmetric, false, kWideTile},
 };
 
 // WARPSMITH_OWN_PRODUCT: where it was measured to pay, wherever it can run ("1"), or not ("0").
@@ -104,6 +110,7 @@ struct ProductProblem {
   int tile_rows = 0;  // of the tile that is wanted where it is compiled; 0: any
   bool sm90a_code = true;
   int multiprocessors = 132;
+  int64_t batches = 1;  // of `symmetric`
 };
 
 struct ProductPlan {
@@ -117,6 +124,9 @@ constexpr int64_t product_units(const ProductTile& t, int64_t rows, int64_t colu
   const int64_t m = int64_t{t.rows} * t.cluster_rows, n = int64_t{t.columns} * t.cluster_columns;
   return ((rows + m - 1) / m) * ((columns + n - 1) / n);
 }
+
+// Of a symmetric output: those on and above the diagonal.
+constexpr int64_t triangle_units(int64_t side) { return side * (side + 1) / 2; }
 
 // Clusters that run at once.
 constexpr int64_t product_clusters(const ProductTile& t, int multiprocessors) {
@@ -142,6 +152,12 @@ constexpr const ProductKernel* find_product(const ProductKernel& wanted) {
 // multiprocessors, have not been measured.
 constexpr const char* product_does_not_pay(const ProductProblem& p) {
   if (p.multiprocessors < 100) return "the library's product: ours was measured on whole cards alone";
+  if (p.epilogue == ProductEpilogue::symmetric) {  // waves of tiles, counted
+    const int64_t clusters = product_clusters(kWideTile, p.multiprocessors), side = product_units(kWideTile, p.rows, 1);
+    return ceil_div(p.batches * triangle_units(side), clusters) < ceil_div(p.batches * side * side, clusters)
+               ? nullptr
+               : "the library's product: half of the tiles take as many waves as all";
+  }
   if (double(p.rows) * double(p.columns) * double(p.inner) < 3e10)
     return "the library's product: ours was not measured below 3e10 multiplications";
   switch (p.epilogue) {
@@ -155,7 +171,8 @@ constexpr const char* product_does_not_pay(const ProductProblem& p) {
       return p.layout == ProductLayout::nn && p.inner >= 16384
                  ? "the library's product: ours is no faster for an input's gradient of so many terms"
                  : nullptr;
-    case ProductEpilogue::wide: break;
+    case ProductEpilogue::wide:
+    case ProductEpilogue::symmetric: break;
   }
   return "the library's product: ours is no faster for a weight's gradient";
 }

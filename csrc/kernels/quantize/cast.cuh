@@ -75,6 +75,11 @@ template <class F> __device__ __forceinline__ uint8_t repair(float x, float scal
   return device::from_float<F>(q).bits;
 }
 
+// Raises a maximum of magnitudes, which order as their bits do: no order of the calls shows.
+__device__ __forceinline__ void raise(float* most, float magnitude) {
+  atomicMax(reinterpret_cast<unsigned*>(most), __float_as_uint(magnitude));
+}
+
 // Adds what the threads of a warp have seen to the totals; null: not wanted. Called by the whole warp, converged.
 __device__ __forceinline__ void add_counts(const Counts& mine, int64_t* totals) {
   if (!totals || !__any_sync(0xffffffffu, mine.saturated + mine.not_finite != 0)) return;

@@ -2,12 +2,11 @@
 #include "device/reduce.h"
 #include "kernels/quantize/cast.cuh"
 
-// From partial results to scales, maxima and sums, in a fixed order. Reads every partial result once, writes 4 bytes an
-// item.
+// From partial results to sums, in a fixed order; from largest magnitudes to scales. Reads every partial result once,
+// writes 4 bytes an item.
 namespace warpsmith::quantize {
 
-// What the finished maximum becomes.
-enum class Finish { sum, amax, scale };
+enum class Finish { sum, scale };  // a scale: of the only partial result
 
 struct Partials {
   const float* from;
@@ -16,8 +15,6 @@ struct Partials {
   Float8Limits limits;
   bool power_of_two;
 };
-
-__global__ void clear_counts(int64_t* counts) { device::store(counts + threadIdx.x, int64_t{0}); }
 
 constexpr int kFinishItems = 32, kFinishParts = 8;
 
@@ -39,19 +36,6 @@ template <Finish kFinish> __global__ void __launch_bounds__(kFinishItems* kFinis
 #pragma unroll
   for (int i = 1; i < kFinishParts; ++i) mine = combine(mine, parts[i * kFinishItems + threadIdx.x]);
   device::store(p.to + item, kFinish == Finish::scale ? scale_of_amax(mine, p.limits, p.power_of_two) : mine);
-}
-
-constexpr int kFinishThreads = 512;
-
-// One item, by one block.
-template <Finish kFinish> __global__ void __launch_bounds__(kFinishThreads) finish_one(Partials p) {
-  WARPSMITH_SHARED(float, scratch, kFinishThreads / 32);
-  float mine = 0.0f;
-#pragma unroll 4
-  for (int64_t i = threadIdx.x; i < p.count; i += kFinishThreads) mine = fmaxf(mine, device::load(p.from + i));
-  mine = device::block_max<kFinishThreads>(mine, scratch);
-  if (threadIdx.x == 0)
-    device::store(p.to, kFinish == Finish::scale ? scale_of_amax(mine, p.limits, p.power_of_two) : mine);
 }
 
 }  // namespace warpsmith::quantize

@@ -6,6 +6,7 @@
 #include "kernels/quantize/finish.cuh"
 #include "kernels/quantize/quantize_launch.h"
 #include "kernels/quantize/tiles.cuh"
+#include "kernels/quantize/transpose_bytes.cuh"
 
 namespace warpsmith {
 
@@ -16,12 +17,6 @@ namespace {
 template <Finish kFinish> Status finish(const Partials& p, void* stream) {
   if (p.items == 0) return {};
   LaunchConfig config;
-  if constexpr (kFinish != Finish::sum) {
-    if (p.items == 1 && p.count > kFinishParts) {
-      config.block.x = kFinishThreads;
-      return launch(finish_one<kFinish>, config, stream, p);
-    }
-  }
   config.grid.x = static_cast<unsigned>(ceil_div(p.items, kFinishItems));
   config.block.x = kFinishItems * kFinishParts;
   return launch(finish_items<kFinish>, config, stream, p);
@@ -40,40 +35,48 @@ Tiles tiles_of(const void* x, int64_t rows, int64_t columns, int64_t stride, Dty
   return t;
 }
 
-// Scales that no block can compute alone.
-Status compute_scales(const QuantizeParams& p, Tiles t, float*& workspace, void* stream) {
-  const Float8Limits limits = p.e5m2 ? kE5m2Limits : kE4m3Limits;
-  const auto take = [&](int64_t elems) {
-    float* taken = workspace;
-    workspace += elems;
-    return taken;
-  };
-  const bool by_row = p.scaling == Fp8Scaling::row;
-  if (!by_row) t.partials = take(t.down * t.across);
-  if (by_row && p.data) t.row_partials = take(t.across * p.rows);
-  if (by_row && p.transposed) t.column_partials = take(t.down * p.columns);
-  if (t.down * t.across > 0) WARPSMITH_RETURN_IF_FAILED(launch_amax(p.dtype, t, stream));
-  const auto scales = [&](const float* from, float* to, int64_t count, int64_t items) {
-    return finish<Finish::scale>({from, to, count, items, limits, p.power_of_two}, stream);
-  };
-  if (!by_row) return scales(t.partials, p.scale, t.down * t.across, 1);
-  if (p.data) WARPSMITH_RETURN_IF_FAILED(scales(t.row_partials, p.scale, t.across, p.rows));
-  return p.transposed ? scales(t.column_partials, p.transposed_scale, t.down, p.columns) : Status();
+// The largest magnitudes of what no block sees alone.
+Status find_maxima(const QuantizeParams& p, Tiles* t, void* stream) {
+  float* maxima = p.maxima;
+  if (p.scaling == Fp8Scaling::tensor) t->most = maxima;
+  if (p.scaling == Fp8Scaling::row && p.data) {
+    t->row_max = maxima;
+    maxima += p.rows;
+  }
+  if (p.scaling == Fp8Scaling::row && p.transposed) t->column_max = maxima;
+  return t->down * t->across > 0 ? launch_amax(p.dtype, *t, stream) : Status();
 }
 
-Status cast_tiles(const QuantizeParams& p, const QuantizeConfig& c, Tiles t, float* workspace, void* stream) {
+// Rows without columns, columns without rows and a tensor without elements have the scale 1.
+Status scales_of_nothing(const QuantizeParams& p, void* stream) {
+  const auto ones = [&](float* to, int64_t items) {
+    return finish<Finish::scale>({nullptr, to, 0, items, {}, true}, stream);
+  };
+  if (p.given || p.scaling == Fp8Scaling::block || p.scaling == Fp8Scaling::block2d) return {};
+  if (p.scaling == Fp8Scaling::tensor) return ones(p.scale, 1);
+  if (p.data) WARPSMITH_RETURN_IF_FAILED(ones(p.scale, p.rows));
+  return p.transposed ? ones(p.transposed_scale, p.columns) : Status();
+}
+
+Status cast_tiles(const QuantizeParams& p, const QuantizeConfig& c, Tiles t, void* stream) {
   t.data = static_cast<uint8_t*>(p.data);
   t.transposed = static_cast<uint8_t*>(p.transposed);
   t.row_scale = p.scale;
   t.column_scale = p.transposed_scale;
-  t.column_sums = p.column_sums ? workspace : nullptr;
+  t.column_sums = p.column_sums ? p.workspace : nullptr;
   t.counts = p.counts;
   t.square = p.scaling == Fp8Scaling::tensor || p.scaling == Fp8Scaling::block2d;
   t.power_of_two = p.power_of_two;
   t.whole_data = p.columns % (16 / size_bytes(p.dtype)) == 0 || p.rows == 1;
   t.whole_transposed = p.rows % 16 == 0 || p.columns == 1;
   t.of_square = !p.given && !c.amax_pass;
-  if (c.blocks > 0) WARPSMITH_RETURN_IF_FAILED(launch_casts(p.dtype, p.e5m2, t, stream));
+  t.from_max = c.amax_pass;
+  if (p.amax) t.most = p.amax;
+  if (c.blocks > 0) {
+    WARPSMITH_RETURN_IF_FAILED(launch_casts(p.dtype, p.e5m2, t, stream));
+  } else if (c.amax_pass) {
+    WARPSMITH_RETURN_IF_FAILED(scales_of_nothing(p, stream));
+  }
   if (!p.column_sums) return {};
   return finish<Finish::sum>({t.column_sums, p.column_sums, t.down, p.columns, {}, false}, stream);
 }
@@ -83,37 +86,45 @@ Status cast_tiles(const QuantizeParams& p, const QuantizeConfig& c, Tiles t, flo
 Status quantize_cuda(const QuantizeParams& p, void* stream) {
   if (size_bytes(p.dtype) > 4) return no_cuda_kernel(p.dtype);
   const QuantizeConfig c = choose_quantize(problem_of(p));
-  if (p.counts) {
-    LaunchConfig two;
-    two.block.x = 2;
-    WARPSMITH_RETURN_IF_FAILED(launch(clear_counts, two, stream, p.counts));
-  }
   Tiles t = tiles_of(p.x, p.rows, p.columns, p.x_stride, p.dtype);
-  float* workspace = p.workspace;
-  t.partials = p.amax ? workspace + (p.column_sums ? t.down * t.columns : 0) : nullptr;
-  if (c.amax_pass) WARPSMITH_RETURN_IF_FAILED(compute_scales(p, t, workspace, stream));
-  if (c.tiles) {
-    WARPSMITH_RETURN_IF_FAILED(cast_tiles(p, c, t, workspace, stream));
-  } else if (c.blocks > 0) {
-    WARPSMITH_RETURN_IF_FAILED(launch_segments(p, c, stream));
-  } else if (p.scaling == Fp8Scaling::row && !p.given) {  // rows without columns have scales
-    return finish<Finish::scale>({nullptr, p.scale, 0, p.rows, {}, true}, stream);
-  }
-  return p.amax ? finish<Finish::amax>({t.partials, p.amax, c.blocks, 1, {}, false}, stream) : Status();
+  t.column_factor = p.column_factor;
+  t.row_factor = p.row_factor;
+  t.factor_rows = p.factor_rows;
+  if (c.amax_pass) WARPSMITH_RETURN_IF_FAILED(find_maxima(p, &t, stream));
+  if (c.tiles) return cast_tiles(p, c, t, stream);
+  return c.blocks > 0 ? launch_segments(p, c, stream) : scales_of_nothing(p, stream);
 }
 
 Status fp8_amax_cuda(const Fp8AmaxParams& p, void* stream) {
   if (size_bytes(p.dtype) > 4) return no_cuda_kernel(p.dtype);
   Tiles t = tiles_of(p.x, p.rows, p.columns, p.x_stride, p.dtype);
-  (p.by_row ? t.row_partials : t.partials) = p.workspace;
-  if (t.down * t.across > 0) WARPSMITH_RETURN_IF_FAILED(launch_amax(p.dtype, t, stream));
-  return finish<Finish::amax>(
-      {p.workspace, p.amax, p.by_row ? t.across : t.down * t.across, p.by_row ? p.rows : 1, {}, false}, stream);
+  (p.by_row ? t.row_max : t.most) = p.amax;
+  return t.down * t.across > 0 ? launch_amax(p.dtype, t, stream) : Status();
 }
 
 Status fp8_scale_cuda(const Fp8ScaleParams& p, void* stream) {
   return finish<Finish::scale>({p.amax, p.scale, 1, p.count, p.e5m2 ? kE5m2Limits : kE4m3Limits, p.power_of_two},
                                stream);
+}
+
+Status transpose_bytes_cuda(const TransposeBytesParams& p, void* stream) {
+  if (p.rows_to == 0 || p.columns == 0) return {};
+  const bool whole = on_16_bytes(p.data) && p.columns % 16 == 0, whole_to = on_16_bytes(p.transposed) && p.rows_to % 16 == 0;
+  LaunchConfig config;
+  config.grid.x = static_cast<unsigned>(ceil_div(p.rows_to, kTile) * ceil_div(p.columns, kTile));
+  config.block.x = kTransposeThreads;
+  return launch(transpose_bytes, config, stream, p, whole, whole_to);
+}
+
+Status stream_is_capturing([[maybe_unused]] void* stream, bool* capturing) {
+  *capturing = false;
+#ifndef WARPSMITH_SIM
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (const cudaError_t code = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status); code != cudaSuccess)
+    return Status::device(cudaGetErrorString(code));
+  *capturing = status != cudaStreamCaptureStatusNone;
+#endif
+  return {};
 }
 
 Status dequantize_cuda(const DequantizeParams& p, void* stream) {

@@ -21,22 +21,27 @@ struct QuantizeParams {
   float* scale;             // of data; with Fp8Scaling::tensor of both. Read if `given`, else written
   float* transposed_scale;  // of transposed, not for Fp8Scaling::tensor. Read if `given`, else written
   float* column_sums;       // [columns], of x; null: not wanted
-  float* amax;              // [], written: the largest finite magnitude of x; beside given scales; null: not wanted
-  int64_t* counts;          // [2], written: saturated elements, elements that are not finite; null: not wanted
+  float* amax;              // [], the largest finite magnitude of x; beside given scales; null: not wanted
+  int64_t* counts;          // [2]: saturated elements, elements that are not finite; null: not wanted
   float* workspace;         // [quantize_workspace_elems(...)]; CUDA alone
-  int64_t rows, columns, x_stride;
+  float* maxima;            // [quantize_maxima_elems(...)], zeros; CUDA alone
+  // Of Fp8Scaling::row: what values are multiplied by before they are cast, so that the scales of a product's other
+  // factor need no place in the sum. Null: 1.
+  const float* column_factor;  // [columns], in data
+  const float* row_factor;     // [factor_rows], in transposed; rows behind are multiplied by 1
+  int64_t rows, columns, x_stride, factor_rows;
   Fp8Scaling scaling;
   bool given, power_of_two, e5m2;
   Dtype dtype;
 };
+// CUDA kernels raise amax and add to counts: both hold zeros. CPU loops write them.
 // Scales are [rows, 1] and [columns, 1] for Fp8Scaling::row, [rows, blocks of columns] and [columns, blocks of rows]
 // for block, [blocks of rows, blocks of columns] and its transpose for block2d, all contiguous.
 
 // amax = the largest finite magnitude of the tensor, or of each row; 0 where there is none.
 struct Fp8AmaxParams {
   const void* x;     // as above
-  float* amax;       // [] or [rows]
-  float* workspace;  // [ceil(rows / 128) * ceil(columns / 128)], or [ceil(columns / 128), rows]; CUDA alone
+  float* amax;       // [] or [rows]; CUDA: zeros
   int64_t rows, columns, x_stride;
   bool by_row;
   Dtype dtype;
@@ -61,12 +66,23 @@ struct DequantizeParams {
   Dtype dtype;
 };
 
+// transposed[c, r] = data[r, c], and 0 for rows behind: bytes, of any meaning.
+struct TransposeBytesParams {
+  const void* data;  // [rows, columns], contiguous
+  void* transposed;  // [columns, rows_to], contiguous
+  int64_t rows, columns, rows_to;
+};
+
 Status quantize_cuda(const QuantizeParams& params, void* stream);
 Status quantize_cpu(const QuantizeParams& params, const Parallel& parallel);
 Status fp8_amax_cuda(const Fp8AmaxParams& params, void* stream);
 Status fp8_amax_cpu(const Fp8AmaxParams& params, const Parallel& parallel);
 Status fp8_scale_cuda(const Fp8ScaleParams& params, void* stream);
 Status fp8_scale_cpu(const Fp8ScaleParams& params, const Parallel& parallel);
+Status transpose_bytes_cuda(const TransposeBytesParams& params, void* stream);
+Status transpose_bytes_cpu(const TransposeBytesParams& params, const Parallel& parallel);
+// Whether a capture records what is launched on the stream.
+Status stream_is_capturing(void* stream, bool* capturing);
 Status dequantize_cuda(const DequantizeParams& params, void* stream);
 Status dequantize_cpu(const DequantizeParams& params, const Parallel& parallel);
 
@@ -79,9 +95,10 @@ constexpr QuantizeProblem problem_of(const QuantizeParams& p) {
           .transposed = p.transposed != nullptr,
           .given = p.given,
           .column_sums = p.column_sums != nullptr,
-          .amax = p.amax != nullptr,
+          .factors = p.column_factor != nullptr || p.row_factor != nullptr,
           .contiguous = p.x_stride == p.columns || p.rows == 1};
 }
 constexpr int64_t quantize_workspace_elems(const QuantizeParams& p) { return choose_quantize(problem_of(p)).workspace; }
+constexpr int64_t quantize_maxima_elems(const QuantizeParams& p) { return choose_quantize(problem_of(p)).maxima; }
 
 }  // namespace warpsmith

@@ -30,7 +30,7 @@ struct QuantizeProblem {
   bool data = true, transposed = false;  // which bytes are wanted
   bool given = false;                    // scales are read, not computed
   bool column_sums = false;
-  bool amax = false;       // beside given scales
+  bool factors = false;    // values are multiplied before they are cast
   bool contiguous = true;  // x
 };
 
@@ -52,22 +52,21 @@ struct QuantizeConfig {
   int64_t length = 0;      // elements of a segment
   int64_t per_row = 0;     // segments of a row
   int64_t blocks = 0;
-  int64_t workspace = 0;  // floats: partial maxima and sums
+  int64_t workspace = 0;  // floats: partial sums
+  int64_t maxima = 0;     // floats: of the tensor, or of rows and columns
   const char* why = "";
 };
 
 constexpr QuantizeConfig choose_quantize(const QuantizeProblem& p) {
   QuantizeConfig c;
   const int64_t down = ceil_div(p.rows, kFp8Block), across = ceil_div(p.columns, kFp8Block);
-  c.tiles = p.transposed || p.column_sums || p.scaling == Fp8Scaling::block2d;
+  c.tiles = p.transposed || p.column_sums || p.factors || p.scaling == Fp8Scaling::block2d;
   c.amax_pass = !p.given && (p.scaling == Fp8Scaling::tensor || (p.scaling == Fp8Scaling::row && c.tiles));
-  if (c.amax_pass && p.scaling == Fp8Scaling::tensor) c.workspace += down * across;
-  if (c.amax_pass && p.scaling == Fp8Scaling::row)
-    c.workspace += (p.data ? across * p.rows : 0) + (p.transposed ? down * p.columns : 0);
-  if (p.column_sums) c.workspace += down * p.columns;
+  if (c.amax_pass)
+    c.maxima = p.scaling == Fp8Scaling::tensor ? 1 : (p.data ? p.rows : 0) + (p.transposed ? p.columns : 0);
+  if (p.column_sums) c.workspace = down * p.columns;
   if (c.tiles) {
     c.blocks = down * across;
-    if (p.amax) c.workspace += c.blocks;
     c.why = c.amax_pass ? "squares of 128 by 128, read once for the maxima and once to cast"
                         : "squares of 128 by 128, read once";
     return c;
@@ -85,7 +84,6 @@ constexpr QuantizeConfig choose_quantize(const QuantizeProblem& p) {
   c.per_row = ceil_div(columns, c.length);
   const SegmentTeam team = kSegmentTeams[c.team];
   c.blocks = ceil_div(rows * c.per_row, team.threads / team.lanes);
-  if (p.amax) c.workspace += c.blocks;
   c.why = c.amax_pass                              ? "one pass for the maximum, one to cast"
           : c.length > team.elems(p.element_bytes) ? "rows too long for registers: read twice, the second time near"
           : p.given                                ? "one pass, scales are given"

@@ -13,7 +13,8 @@ struct Segments {
   const void* x;
   uint8_t* data;
   float* scale;
-  float* partials;  // [blocks], largest magnitudes, beside given scales; null: not wanted
+  float* amax;  // the largest magnitude, beside given scales; null: not wanted
+  const float* most;  // of the tensor, of which the scale is made; null: it is given, or that of a segment
   int64_t* counts;
   int64_t columns, x_stride, length, count;  // count: of all segments
   device::FastDivide per_row;
@@ -37,7 +38,12 @@ template <class T, class F, class I> __global__ void __launch_bounds__(I::value.
   float amax = 0.0f;
   Divisor by{1.0f, 1.0f};
   bool odd = false;
-  if (p.given && here > 0) by = divisor(device::load(p.scale + row * p.scale_of_row));
+  if (p.most) {
+    by = divisor(scale_of_amax(device::load(p.most), kLimits<F>, p.power_of_two));
+    if (blockIdx.x == 0 && threadIdx.x == 0) device::store(p.scale, by.scale);
+  } else if (p.given && here > 0) {
+    by = divisor(device::load(p.scale + row * p.scale_of_row));
+  }
   // First the maximum, then the bytes. One place loads: three would keep three sets of addresses in registers.
 #pragma unroll 1
   for (int pass = p.given ? 1 : 0; pass < 2; ++pass) {
@@ -55,7 +61,7 @@ template <class T, class F, class I> __global__ void __launch_bounds__(I::value.
         float value[N];
         device::unpack<T>(value, held[v]);
         device::forget(held[v]);
-        if (pass == 0 || p.partials) {
+        if (pass == 0 || p.amax) {
 #pragma unroll
           for (int k = 0; k < N; ++k) amax = fmaxf(amax, finite_magnitude(value[k]));
         }
@@ -89,9 +95,9 @@ template <class T, class F, class I> __global__ void __launch_bounds__(I::value.
     }
   }
   add_counts(counts, p.counts);
-  if (p.partials) {
+  if (p.amax) {
     amax = device::block_max<I::value.threads>(amax, scratch);
-    if (threadIdx.x == 0) device::store(p.partials + blockIdx.x, amax);
+    if (threadIdx.x == 0) raise(p.amax, amax);
   }
 }
 

@@ -6,15 +6,14 @@
 // Squares of 128 by 128, one a block, that the block reads once and keeps in registers. What a block makes of its
 // square:
 //
-//   amax  the largest magnitudes of its rows, of its columns or of all, as partial results (a cast by known scales:
-//   too,
-//         of all)
-//   cast  bytes, transposed bytes or both; by known scales, or by scales of the square: of its rows and columns, or
-//   one.
-//         Beside them the sums of its columns
+//   amax  raises the largest magnitudes of rows, of columns or of all
+//   cast  bytes, transposed bytes or both; by known scales, by scales that it makes of those magnitudes, or by scales
+//         of the square: of its rows and columns, or one. Beside them the sums of its columns, and the largest
+//         magnitude of all beside known scales
 //
-// Reads x once. Writes a byte a value and kind of bytes, 4 bytes a computed scale or partial result. Reads a known
-// scale of a row or column once, that of a tensor by every thread.
+// Reads x once. Writes a byte a value and kind of bytes, 4 bytes a computed scale or partial sum; raises 4 bytes a row,
+// a column or a square. Reads a scale, a magnitude or a factor of a row or column once, those of a tensor by every
+// thread.
 namespace warpsmith::quantize {
 
 constexpr int kTile = static_cast<int>(kFp8Block);
@@ -24,13 +23,15 @@ enum class TileWork { amax, cast };
 
 struct Tiles {
   const void* x;
-  uint8_t *data, *transposed;                        // null: not wanted
-  float *row_scale, *column_scale;                   // of the bytes; written if of_square, else read
-  float *row_partials, *column_partials, *partials;  // [tiles across, rows], [tiles down, columns], [tiles]; null: none
-  float* column_sums;                                // [tiles down, columns]; null: not wanted
+  uint8_t *data, *transposed;               // null: not wanted
+  const float *column_factor, *row_factor;  // of the values of data, of transposed (quantize.h)
+  float *row_scale, *column_scale;          // of the bytes; read if they are known, else written
+  float *row_max, *column_max, *most;       // [rows], [columns], []; null: none. What the cast reads if from_max
+  float* column_sums;                       // [tiles down, columns]; null: not wanted
   int64_t* counts;
-  int64_t rows, columns, x_stride, across, down;
-  bool of_square;  // cast: scales are those of the square, else known
+  int64_t rows, columns, x_stride, factor_rows, across, down;
+  bool of_square;  // cast: scales are those of the square
+  bool from_max;   // cast: scales are made of largest magnitudes
   bool square;     // cast: one scale for all of it
   bool power_of_two;
   bool whole, whole_data, whole_transposed;  // accesses of vectors are possible: to x, data, transposed
@@ -87,6 +88,12 @@ __global__ void __launch_bounds__(kTileThreads<T>, tile_threads_in_flight(kWork)
   const int64_t column = first_column + group * N;
   const int columns_here = p.columns - column < N ? static_cast<int>(p.columns - column) : N;
   const auto row_of = [&](int i) { return first_row + i / 4 * (4 * L) + lane * 4 + i % 4; };
+  const auto row_factor = [&](int64_t row) {
+    return p.row_factor && row < p.factor_rows ? device::load(p.row_factor + row) : 1.0f;
+  };
+  const auto column_factor = [&](int64_t c) {
+    return p.column_factor && c < p.columns ? device::load(p.column_factor + c) : 1.0f;
+  };
 
   Piece<T> held[R];
 #pragma unroll
@@ -114,7 +121,7 @@ __global__ void __launch_bounds__(kTileThreads<T>, tile_threads_in_flight(kWork)
     __syncthreads();
   }
 
-  if (kWork == TileWork::cast && p.partials) {
+  if (kWork == TileWork::cast && p.most && !p.from_max) {
     float most = 0.0f;
 #pragma unroll
     for (int i = 0; i < R; ++i) {
@@ -125,64 +132,105 @@ __global__ void __launch_bounds__(kTileThreads<T>, tile_threads_in_flight(kWork)
       for (int k = 0; k < N; ++k) most = fmaxf(most, finite_magnitude(value[k]));
     }
     most = device::block_max<kThreads>(most, scratch);
-    if (thread == 0) device::store(p.partials + blockIdx.x, most);
+    if (thread == 0) raise(p.most, most);
   }
 
   float one = 0.0f;  // the maximum of all, then its scale
   if (kWork == TileWork::amax || p.of_square) {
-    float row_max[R], column_max[N] = {};
+    float row_max[R], column_max[N];
+    // Factors lie in shared memory: there are no registers for them.
+    if (kWork == TileWork::amax) {
+      if (thread < kTile) {
+        of_row[kTile + thread] = row_factor(first_row + thread);
+        of_column[kTile + thread] = column_factor(first_column + thread);
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int k = 0; k < N; ++k) column_max[k] = 0.0f;
 #pragma unroll
     for (int i = 0; i < R; ++i) {
       row_max[i] = 0.0f;
       float value[N];
       device::unpack<T>(value, held[i]);
       device::forget(held[i]);
+      asm volatile("" ::: "memory");  // each row reads its factors anew
+      const float down_columns = kWork == TileWork::amax ? of_row[kTile + row_of(i) - first_row] : 1.0f;
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const float m = finite_magnitude(value[k]);
-        row_max[i] = fmaxf(row_max[i], m);
-        column_max[k] = fmaxf(column_max[k], m);
+        float in_row = finite_magnitude(value[k]), in_column = in_row;
+        if (kWork == TileWork::amax) {  // fmaxf leaves NaN out; infinities are seen to below
+          in_row = fabsf(value[k] * of_column[kTile + group * N + k]);
+          in_column = fabsf(value[k] * down_columns);
+        }
+        row_max[i] = fmaxf(row_max[i], in_row);
+        column_max[k] = fmaxf(column_max[k], in_column);
       }
       one = fmaxf(one, row_max[i]);
     }
-    if (kWork == TileWork::amax ? p.partials != nullptr : p.square) {
+    if constexpr (kWork == TileWork::amax) {
+      float most = one;
+#pragma unroll
+      for (int k = 0; k < N; ++k) most = fmaxf(most, column_max[k]);
+      if (most > FLT_MAX) {  // rare: what is finite raises the maxima singly
+        one = 0.0f;
+#pragma unroll
+        for (int i = 0; i < R; ++i) row_max[i] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < N; ++k) column_max[k] = 0.0f;
+#pragma unroll 1
+        for (int e = 0; e < R * N; ++e) {
+          const int64_t row = row_of(e / N), c = column + e % N;
+          if (row >= p.rows || c >= p.columns) continue;
+          const float x = device::to_float(device::load(static_cast<const T*>(p.x) + row * p.x_stride + c));
+          const float in_row = finite_magnitude(x * column_factor(c));
+          if (p.most) raise(p.most, in_row);
+          if (p.row_max) raise(p.row_max + row, in_row);
+          if (p.column_max) raise(p.column_max + c, finite_magnitude(x * row_factor(row)));
+        }
+      }
+    }
+    if (kWork == TileWork::amax ? p.most != nullptr : p.square) {
       one = device::block_max<kThreads>(one, scratch);
     } else {
-      if (kWork == TileWork::amax ? p.row_partials != nullptr : p.data != nullptr) {
+      if (kWork == TileWork::amax ? p.row_max != nullptr : p.data != nullptr) {
 #pragma unroll
         for (int i = 0; i < R; ++i) {
           row_max[i] = device::group_max<G>(row_max[i]);
           if (group == 0) of_row[row_of(i) - first_row] = row_max[i];
         }
       }
-      if (kWork == TileWork::amax ? p.column_partials != nullptr : p.transposed != nullptr)
+      if (kWork == TileWork::amax ? p.column_max != nullptr : p.transposed != nullptr)
         combine_columns<kThreads>(column_max, device::Max(), by_warp, of_column);
     }
   }
   __syncthreads();
 
   if constexpr (kWork == TileWork::amax) {
-    if (p.partials && thread == 0) device::store(p.partials + blockIdx.x, one);
-    if (p.row_partials && is_row) device::store(p.row_partials + across * p.rows + first_row + thread, of_row[thread]);
-    if (p.column_partials && is_column)
-      device::store(p.column_partials + down * p.columns + first_column + thread, of_column[thread]);
+    if (p.most && thread == 0) raise(p.most, one);
+    if (p.row_max && is_row) raise(p.row_max + first_row + thread, of_row[thread]);
+    if (p.column_max && is_column) raise(p.column_max + first_column + thread, of_column[thread]);
   }
 
   if constexpr (kWork != TileWork::amax) {
     if (p.square) {
-      one = p.of_square ? scale_of_amax(one, kLimits<F>, p.power_of_two) : device::load(p.row_scale);
+      if (p.from_max) one = device::load(p.most);
+      one = p.of_square || p.from_max ? scale_of_amax(one, kLimits<F>, p.power_of_two) : device::load(p.row_scale);
       if (p.of_square && thread == 0) {
         if (p.data) device::store(p.row_scale + blockIdx.x, one);
         if (p.transposed) device::store(p.column_scale + across * p.down + down, one);
       }
+      if (p.from_max && blockIdx.x == 0 && thread == 0) device::store(p.row_scale, one);
     }
     // Threads of rows, then threads of columns: the scale of each, once.
-    const auto prepare = [&](float* of, bool exists, float* scales, int64_t at) {
+    const auto prepare = [&](float* of, bool exists, const float* most, bool writes, float* scales, int64_t at) {
       if (thread >= kTile) return;
       float scale = one;
       if (!p.square && exists) {
-        scale = p.of_square ? scale_of_amax(of[thread], kLimits<F>, p.power_of_two) : device::load(scales + at);
-        if (p.of_square) device::store(scales + at, scale);
+        if (p.from_max) of[thread] = device::load(most + at);
+        const bool known = !p.of_square && !p.from_max;
+        scale = known ? device::load(scales + at) : scale_of_amax(of[thread], kLimits<F>, p.power_of_two);
+        if (!known && writes) device::store(scales + at, scale);
       } else if (!p.square) {
         scale = 1.0f;
       }
@@ -194,14 +242,19 @@ __global__ void __launch_bounds__(kTileThreads<T>, tile_threads_in_flight(kWork)
 #pragma unroll 1
     for (int side = p.data ? 0 : 1; side < (p.transposed ? 2 : 1); ++side) {
       if (side == 0)
-        prepare(of_row, is_row, p.row_scale, p.of_square ? my_row * p.across + across : my_row);
+        prepare(of_row, is_row, p.row_max, p.of_square || across == 0, p.row_scale,
+                p.of_square ? my_row * p.across + across : my_row);
       else
-        prepare(of_column, is_column, p.column_scale, p.of_square ? my_column * p.down + down : my_column);
+        prepare(of_column, is_column, p.column_max, p.of_square || down == 0, p.column_scale,
+                p.of_square ? my_column * p.down + down : my_column);
     }
     __syncthreads();
 
     bool odd = false, odd_transposed = false;
     if (p.data) {
+      float factor[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k) factor[k] = column_factor(column + k);
 #pragma unroll
       for (int i = 0; i < R; ++i) {
         const int64_t row = row_of(i);
@@ -210,6 +263,8 @@ __global__ void __launch_bounds__(kTileThreads<T>, tile_threads_in_flight(kWork)
         float value[N];
         device::unpack<T>(value, held[i]);
         device::forget(held[i]);
+#pragma unroll
+        for (int k = 0; k < N; ++k) value[k] *= factor[k];
         Vector<uint32_t, N / 4> bytes;
         odd |= cast<F>(value, {of_row[in_tile], of_row[kTile + in_tile]}, bytes);
         store_bytes(p.data + row * p.columns + column, bytes, columns_here, p.whole_data);
@@ -218,10 +273,12 @@ __global__ void __launch_bounds__(kTileThreads<T>, tile_threads_in_flight(kWork)
     if (p.transposed) {
 #pragma unroll
       for (int i = 0; i < R; i += 4) {
+        const float factor[4] = {row_factor(row_of(i)), row_factor(row_of(i + 1)), row_factor(row_of(i + 2)),
+                                 row_factor(row_of(i + 3))};
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          const float four[4] = {element<T>(held[i], k), element<T>(held[i + 1], k), element<T>(held[i + 2], k),
-                                 element<T>(held[i + 3], k)};
+          const float four[4] = {element<T>(held[i], k) * factor[0], element<T>(held[i + 1], k) * factor[1],
+                                 element<T>(held[i + 2], k) * factor[2], element<T>(held[i + 3], k) * factor[3]};
           Vector<uint32_t, 1> bytes;
           const int c = group * N + k;
           odd_transposed |= cast<F>(four, {of_column[c], of_column[kTile + c]}, bytes);
@@ -253,8 +310,8 @@ __global__ void __launch_bounds__(kTileThreads<T>, tile_threads_in_flight(kWork)
         const float x =
             exists ? device::to_float(device::load(static_cast<const T*>(p.x) + row * p.x_stride + c)) : 0.0f;
         Counts in_row, in_column;
-        const uint8_t of_data = repair<F>(x, of_row[row - first_row], in_row);
-        const uint8_t turned = repair<F>(x, of_column[c - first_column], in_column);
+        const uint8_t of_data = repair<F>(x * column_factor(c), of_row[row - first_row], in_row);
+        const uint8_t turned = repair<F>(x * row_factor(row), of_column[c - first_column], in_column);
         if (exists && odd) device::store(p.data + row * p.columns + c, of_data);
         if (exists && odd_transposed) device::store(p.transposed + c * p.rows + row, turned);
         if (p.data ? odd : odd_transposed) counts.add(p.data ? in_row : in_column);

@@ -49,7 +49,7 @@ class KeptTable:
     def __init__(self, device: torch.device, bad: dict[torch.device, list[BadCounts]]) -> None:
         """bad: what is bad of a step that is skipped is noted there."""
         self._bad = bad
-        self._found_inf = torch.zeros((), device=device)
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._table: GradientTable | None = None  # None: several tables were needed
         self._places: _Places | None = None
         self._noted: list[BadCounts] | None = None  # of the table's gradients

@@ -24,7 +24,7 @@ class Record:
     """What is known about the steps of one optimizer. Its tensors keep their addresses: CUDA graphs write to them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.now = torch.zeros(2, device=device)  # 1, and whether the last step was skipped
+        self.now = torch.zeros(2, dtype=torch.float32, device=device)  # 1, and whether the last step was skipped
         self.now[:1].fill_(1.0)
         self.found_inf = self.now[1]
         self.tally = torch.zeros(2, dtype=torch.float64, device=device)  # steps, and how many of them were skipped

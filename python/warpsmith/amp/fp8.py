@@ -24,6 +24,7 @@ from warpsmith.ops._scaled_linear import (
     forget,
     in_fp8,
     is_emulated,
+    settled_all,
 )
 from warpsmith.ops.linear import scaled_linear
 
@@ -53,7 +54,7 @@ def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
     owner = layer.owner
     if not owner._is_compared and (group := group_of_forward()) is not None:
         owner._compare(group)
-    if layer.state.x_amax.device != self.weight.device:
+    if layer.state.totals()[0].device != self.weight.device:
         owner.renew(layer, self.weight.device)
     if residual is not None:  # as linear takes it
         cast, residual = under_autocast(LINEAR, x=input, residual=residual)
@@ -88,7 +89,7 @@ class Fp8Layers:
         self._modules[name] = module
         self.replaced[name] = f"{self.recipe.scaling}, {module.in_features} -> {module.out_features}"
         module._fp8 = layer = _Layer(self, name, Fp8State(module.weight.device))  # type: ignore[assignment]
-        self._tensors_of_layers += layer.state.tensors()
+        self._tensors_of_layers += layer.state.totals()
         in_fp8[module.weight] = f"layer {name} in FP8, {self.recipe}"
         module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
 
@@ -99,7 +100,7 @@ class Fp8Layers:
     def renew(self, layer: _Layer, device: torch.device) -> None:
         """For a layer that was moved: what it keeps begins anew on the other device."""
         layer.state = Fp8State(device)
-        self._tensors_of_layers = [t for state in self._states() for t in state.tensors()]
+        self._tensors_of_layers = [t for state in self._states() for t in state.totals()]
 
     def _states(self) -> list[Fp8State]:
         return [module._fp8.state for module in self._modules.values()]  # type: ignore[union-attr,misc]
@@ -126,7 +127,8 @@ class Fp8Layers:
         states = self._states()
         if self.recipe.amax != "delayed" or not states:
             return
-        recipe, amax = self.recipe, torch.stack([t for s in states for t in (s.x_amax, s.dy_amax)]).view(-1, 2)
+        totals = [t for s in states for t in s.totals()[:2]]
+        recipe, amax = self.recipe, settled_all(totals).view(-1, 2)
         if self.group is not None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, self.group)
         history, scales = self._tensors(amax.device)
@@ -142,7 +144,7 @@ class Fp8Layers:
         for i, state in enumerate(states):
             if state.has_run:
                 state.x_scale, state.dy_scale, state.has_run = scales[i, 0], scales[i, 1], False
-        torch._foreach_zero_([t for s in states for t in (s.x_amax, s.dy_amax)])
+        torch._foreach_zero_(totals)
 
     def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._history is None or self._scales is None or self._history.device != device:
@@ -353,5 +355,5 @@ def load_fp8_state(model: nn.Module, state: dict[str, Any]) -> None:
     for i, (mine, known) in enumerate(zip(states, state["known"], strict=True)):
         mine.x_scale, mine.dy_scale = (scales[i, 0], scales[i, 1]) if known else (None, None)
         mine.has_run = False
-        mine.x_amax.zero_()
-        mine.dy_amax.zero_()
+        for largest in (mine.x_amax, mine.dy_amax):
+            largest.zero_()

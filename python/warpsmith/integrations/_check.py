@@ -63,7 +63,7 @@ class _Sample(StandIn):
         return rows
 
 
-def _wide(module: nn.Module) -> Any:
+def in_float64(module: nn.Module) -> Any:
     """A copy in float64 without hooks, with eager attention and without its experts."""
     experts = [m for m in module.modules() if type(m).__name__.endswith("Experts")]
     memo: dict[int, Any] = {id(m): _Experts() for m in experts}
@@ -180,7 +180,7 @@ def _times_too_wrong(whole: nn.Module, classes: Candidates, rotary: nn.Module | 
     leave, so that no dropout is lost."""
     theirs, ours = stock(type(whole)).forward, classes[whole].forward  # type: ignore[attr-defined]
     module = _sample_of(whole)
-    wide, given = _wide(module), _arguments(module, theirs, rotary)
+    wide, given = in_float64(module), _arguments(module, theirs, rotary)
     exact = _run(theirs, wide.eval(), given, torch.float64)
     narrow = wide.float()
     expected = _run(theirs, narrow.eval(), given, torch.float32)

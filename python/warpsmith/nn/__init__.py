@@ -3,7 +3,8 @@
 from warpsmith.nn import functional
 from warpsmith.nn._activation import BiasGELU, DropoutAdd
 from warpsmith.nn._attention import Attention
-from warpsmith.nn._batch_norm import BatchNorm2d
+from warpsmith.nn._batch_norm import BatchNorm2d, SyncBatchNorm
+from warpsmith.nn._conv import ConvBNReLU
 from warpsmith.nn._cross_entropy import CrossEntropyLoss
 from warpsmith.nn._linear import MLP, GatedMLP, Linear, NormLinear
 from warpsmith.nn._linear_loss import LinearCrossEntropyHead
@@ -16,6 +17,7 @@ __all__ = [
     "Attention",
     "BatchNorm2d",
     "BiasGELU",
+    "ConvBNReLU",
     "CrossEntropyLoss",
     "DropoutAdd",
     "DropoutAddLayerNorm",
@@ -29,5 +31,6 @@ __all__ = [
     "QKNormRoPE",
     "RMSNorm",
     "RotaryEmbedding",
+    "SyncBatchNorm",
     "functional",
 ]

@@ -8,7 +8,7 @@ from warpsmith.ops.activation import bias_gelu, bias_relu, bias_silu, dropout_ad
 from warpsmith.ops.attention import attention, attention_varlen
 from warpsmith.ops.batch_norm import batch_norm
 from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
-from warpsmith.ops.linear import gated_linear, linear, mlp, scaled_linear
+from warpsmith.ops.linear import gated_linear, linear, matmul_symmetric, mlp, scaled_linear
 from warpsmith.ops.linear_loss import linear_cross_entropy, linear_log_prob
 from warpsmith.ops.norm import (
     add_layer_norm,
@@ -45,6 +45,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_log_prob",
+    "matmul_symmetric",
     "mlp",
     "qk_norm_rope",
     "quantize_fp8",

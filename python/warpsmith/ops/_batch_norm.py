@@ -141,10 +141,32 @@ def _fake_backward(
     )
 
 
+def _fake_statistics(x: Tensor) -> Tensor:
+    checks.float_dtype(NAME + "_statistics", "x", x)
+    _check_dimensions(NAME + "_statistics", x)
+    return x.new_empty((2, x.shape[1]), dtype=torch.float64)
+
+
+def _fake_backward_of_ranks(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    mask: Tensor,
+    means: Tensor,
+    *wants: bool,
+) -> tuple[Tensor, ...]:
+    return _fake_backward(dy, x, weight, bias, mean, rstd, mask, True, *wants, False, False)[:2]
+
+
 register_fake(NAME, _fake_traced)
 register_fake(NAME + "_forward", _fake_forward)
 register_fake(NAME + "_inference", _fake_inference)
 register_fake(NAME + "_backward", _fake_backward)
+register_fake(NAME + "_statistics", _fake_statistics)
+register_fake(NAME + "_backward_of_ranks", _fake_backward_of_ranks)
 
 
 def _channels(values: Tensor, x: Tensor) -> Tensor:

@@ -137,6 +137,10 @@ def _gated_backward_main_grads(*inputs: Any, out_val: Any = None) -> int:
     )
 
 
+def _symmetric(x: Tensor, *others: Any, out_val: Any = None) -> int:
+    return 2 * x.numel() * x.shape[-2]  # as torch's product, of which ours makes half
+
+
 FORMULAS: dict[str, Callable[..., int]] = {
     "attention": _attention_forward,
     "attention_forward": _attention_forward,
@@ -146,6 +150,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "linear_backward_main_grad": _linear_backward_main_grad,
     **dict.fromkeys(("scaled_linear", "scaled_linear_forward"), _scaled),
     "scaled_linear_backward": _scaled_backward,
+    **dict.fromkeys(("matmul_symmetric", "symmetric_product"), _symmetric),
     **dict.fromkeys(("mlp", "mlp_forward", "mlp_inference"), _mlp),
     "mlp_backward": _mlp_backward,
     **dict.fromkeys(("gated_linear", "gated_linear_forward", "gated_linear_inference"), _gated),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,6 +25,7 @@ SCALED = "scaled_linear"
 RECIPE = "Fp8Recipe"
 SCALINGS, ACCUMULATE = ("row", "tensor", "block"), ("auto", "fast", "float32")  # by their numbers in the schemas
 _OF_WEIGHTS = (0, 1, 3)  # the numbers of quantize_fp8's scalings: a weight's blocks are squares
+_BLOCK = SCALINGS.index("block")
 _E4M3 = torch.float8_e4m3fn
 _WEIGHT_GRADIENTS, _GRADIENTS, _AMAX = ("fp8", "high"), ("e4m3", "e5m2"), ("current", "delayed")
 
@@ -97,13 +100,72 @@ class Fp8State:
     def __init__(self, device: torch.device) -> None:
         self.x_scale: Tensor | None = None
         self.dy_scale: Tensor | None = None
-        self.x_amax, self.dy_amax = (torch.zeros((), device=device) for _ in range(2))
-        self.x_counts, self.dy_counts = (torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2))
+        self._totals = [
+            *(torch.zeros((), device=device) for _ in range(2)),
+            *(torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2)),
+        ]
+        for total in self._totals:
+            total.pending = []  # type: ignore[attr-defined]
         self.has_run = False  # since the last step, with gradients
 
-    def tensors(self) -> list[Tensor]:
-        """What steps write to."""
-        return [self.x_amax, self.dy_amax, self.x_counts, self.dy_counts]
+    x_amax, dy_amax, x_counts, dy_counts = (property(lambda self, i=i: settled(self._totals[i])) for i in range(4))
+
+    def totals(self) -> list[Tensor]:
+        """The same four, without what is pending: where ops add to, and what steps write to."""
+        return self._totals
+
+
+_MOST_PENDING = 32
+
+
+def _capturing(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@torch.no_grad()
+def _add(total: Tensor, found: Tensor) -> None:
+    if total.dim():
+        total.add_(found)
+    else:
+        torch.maximum(total, found, out=total)
+
+
+def settled(total: Tensor) -> Tensor:
+    """A total with all that is pending: counts are sums, magnitudes maxima."""
+    pending: list[Tensor] = total.pending  # type: ignore[attr-defined]
+    if pending:
+        some = torch.stack(pending)
+        _add(total, some.sum(0) if total.dim() else some.amax())
+        pending.clear()
+    return total
+
+
+def settled_all(totals: Sequence[Tensor]) -> Tensor:
+    """Several magnitudes with all that is pending, in few launches; what was pending is dropped."""
+    found = torch.stack(list(totals))
+    pending: list[list[Tensor]] = [t.pending for t in totals]  # type: ignore[attr-defined]
+    if _capturing(found):
+        return found
+    for i in range(max(map(len, pending), default=0)):
+        some = [p[i] if i < len(p) else t for p, t in zip(pending, totals, strict=True)]
+        found = torch.maximum(found, torch.stack(some))
+    for some in pending:
+        some.clear()
+    return found
+
+
+def note(total: Tensor | None, found: Tensor | None) -> None:
+    """Adds what a cast has counted, or the largest magnitude that it has seen, to what a layer keeps: to a list, which
+    a launch takes whole. In graphs, which are captured or compiled, at once."""
+    if total is None or found is None or found.dim() != total.dim():
+        return
+    found = found.detach() if found.requires_grad else found
+    if is_compiling() or type(found) is not Tensor or _capturing(found):
+        _add(total, found)
+        return
+    total.pending.append(found)  # type: ignore[attr-defined]
+    if len(total.pending) >= _MOST_PENDING:  # type: ignore[attr-defined]
+        settled(total)
 
 
 # ---- what runs where
@@ -216,18 +278,6 @@ def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool, p
     return kept
 
 
-def _cast(
-    weight: Tensor, scaling: int, power_of_two: bool, turned: bool, known: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """``turned``: of the transposed weight; ``known``: the scale of the tensor, which need not be found again."""
-    inputs = weight.detach(), known, _OF_WEIGHTS[scaling], 2 * turned, _E4M3, power_of_two, False
-    data, scale, transposed, transposed_scale, *_ = call_raw(_quantize.quantize, *inputs)
-    if not turned:
-        return data, scale
-    of_tensor = scale if known is None else known
-    return transposed, of_tensor if scaling == 1 else transposed_scale
-
-
 def weight_cast(weight: Tensor, recipe: Fp8Recipe, passed: bool) -> tuple[Tensor | None, Tensor | None]:
     """Bytes and scales of a weight; (None, None): the op makes them. ``passed``: as in `_kept_of`."""
     scaling, *_, power_of_two = recipe.numbers()
@@ -243,57 +293,59 @@ def weight_cast(weight: Tensor, recipe: Fp8Recipe, passed: bool) -> tuple[Tensor
     if kept.has_gradient and weight.grad is None:  # it is used up: perhaps by a loop that edits weight.data
         kept = _kept[weight] = _Kept(kept.key, weight)
     if kept.data is None:
-        kept.data, kept.scale = _cast(weight, scaling, power_of_two, turned=False)
+        kept.data, kept.scale = call_raw(_raw_cast, weight.detach(), scaling, power_of_two, False)
     return kept.data, kept.scale
 
 
-def _turned_cast(weight: Tensor, scaling: int, power_of_two: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The same of the transposed weight, for the gradient of x."""
+def _casts_for_dx(weight: Tensor, scaling: int, power_of_two: bool) -> tuple[Tensor | None, ...]:
+    """Bytes and scales of a weight, and the same turned, as the gradient of x needs them. None: the op makes them."""
     kept = _kept_of(weight, scaling, power_of_two, training=True, passed=True)
     if kept is None:
-        return None, None
+        return None, None, None, None
     kept.backwards += 1
-    if kept.turned is not None:
-        return kept.turned
-    found = _cast(weight, scaling, power_of_two, turned=True, known=kept.scale if scaling == 1 else None)
-    if kept.backwards > 1 or not weight.requires_grad:
-        kept.turned = found
-    return found
+    if kept.turned is None and (kept.backwards > 1 or not weight.requires_grad):
+        kept.turned = call_raw(_raw_cast, weight.detach(), scaling, power_of_two, True)
+    turned, scale = kept.turned or (None, None)
+    return (None, None, turned, scale) if scaling == _BLOCK else (kept.data, kept.scale, turned, None)
 
 
 # ---- casts of x, shared by layers of the same x: q, k and v; gate and up
 
 
 class _Shared:
-    """The last cast of an x, of its rows (a forward) or its columns (a backward), until another x is cast or an
-    optimizer steps. x is known by its storage, which a new tensor at the same place does not have."""
+    """The last cast of a tensor, of its rows (of x, in a forward) or its columns (in a backward), until another is cast
+    or an optimizer steps. The tensor is known as the Python object that it is: layers of one x are given the same."""
 
     def __init__(self) -> None:
-        self.entry: tuple[Any, ...] = None, None, ()  # key, storage, what was made
+        self.clear()
 
-    def key_of(self, x: Tensor, *how: Any) -> tuple[Any, ...] | None:
+    def clear(self) -> None:
+        self.of: Any = _nobody
+        self.key: tuple[Any, ...] = ()
+        self.made: tuple[Any, ...] = ()
+
+    def key_of(self, x: Tensor | None, *how: Any) -> tuple[Any, ...] | None:
         """None where nothing is shared: of what has no version, in transforms, and in graphs that are compiled or
         captured."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if type(x) is not Tensor and type(x) is not nn.Parameter:
             return None
-        if type(x) not in (Tensor, nn.Parameter) or x.is_inference():
+        if is_compiling() or torch._C._are_functorch_transforms_active() or x.is_inference():
             return None
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        place = x.untyped_storage()._cdata, x.data_ptr(), x.shape, x.stride(), x.dtype
-        return (x._version, *place, _stream(x), *how)
+        return (x._version, x.data_ptr(), x.shape, _stream(x), *how)
 
-    def find(self, key: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    def find(self, x: Tensor | None, key: tuple[Any, ...] | None) -> tuple[Any, ...]:
         """What was kept of a cast, or ()."""
-        kept, storage, made = self.entry
-        return made if key is not None and kept == key and not storage.expired() else ()
+        return self.made if key is not None and self.of() is x and self.key == key else ()
 
-    def keep(self, key: tuple[Any, ...] | None, x: Tensor, *made: Any) -> None:
+    def keep(self, x: Tensor | None, key: tuple[Any, ...] | None, *made: Any) -> None:
         if key is not None:
-            self.entry = key, StorageWeakRef(x.untyped_storage()), made
+            self.of, self.key, self.made = weakref.ref(x), key, made
 
-    def clear(self) -> None:
-        self.entry = None, None, ()
+
+def _nobody() -> None:
+    pass
 
 
 of_rows, of_columns = _Shared(), _Shared()
@@ -302,10 +354,16 @@ of_rows, of_columns = _Shared(), _Shared()
 def shared_cast(x: Tensor, recipe: Fp8Recipe, watch: bool) -> tuple[Any, ...]:
     """Bytes, scales, counts and the largest magnitude of an x that another layer has just cast; (): none has."""
     scaling, *_, power_of_two = recipe.numbers()
-    return of_rows.find(of_rows.key_of(x, scaling, power_of_two, watch)) if isinstance(x, Tensor) else ()
+    return of_rows.find(x, of_rows.key_of(x, scaling, power_of_two, watch)) if of_rows.of() is x else ()
 
 
 # ---- fakes: the checks of csrc/bindings/linear_scaled.cpp, in its order
+
+
+def _check_features(op: str, weight: Tensor) -> None:
+    for what, n in (("in_features", weight.shape[1]), ("out_features", weight.shape[0])):
+        if checks.known(n % 16 != 0):
+            checks.refuse(op, "weight", f"{what} that are a multiple of 16", str(n))
 
 
 def _check_weight(op: str, weight: Tensor, of: Tensor, by_out: bool) -> None:
@@ -318,9 +376,7 @@ def _check_weight(op: str, weight: Tensor, of: Tensor, by_out: bool) -> None:
         checks.refuse(
             op, "weight", f"shape ({size}, K)" if by_out else f"shape (N, {size})", checks.shape_text(weight.shape)
         )
-    for what, n in (("in_features", weight.shape[1]), ("out_features", weight.shape[0])):
-        if checks.known(n % 16 != 0):
-            checks.refuse(op, "weight", f"{what} that are a multiple of 16", str(n))
+    _check_features(op, weight)
     checks.same_device(op, "weight", weight, of)
 
 
@@ -420,14 +476,31 @@ def _fake(
     )
 
 
+def _check_turned(
+    op: str, names: Sequence[str], data: Tensor | None, scale: Tensor | None, shape: Any, scaling: int, like: Tensor
+) -> None:
+    if scaling in (2, 3):
+        _check_bytes(op, names, data, scale, shape, scaling, like)
+        return
+    if scale is not None:
+        checks.refuse(op, names[1], "None: these bytes have the scales of others", "a tensor")
+    if data is not None:
+        _check_of(op, names[0], data, _E4M3, shape, like)
+        if not data.is_contiguous():
+            checks.refuse(op, names[0], "a contiguous tensor", "other strides")
+
+
 def _fake_backward(
     dy: Tensor,
     x: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
-    transposed: Tensor | None,
-    transposed_scale: Tensor | None,
-    x_scale: Tensor | None,
+    x_data: Tensor | None,
+    x_data_scale: Tensor | None,
+    weight_data: Tensor | None,
+    weight_scale: Tensor | None,
+    turned: Tensor | None,
+    turned_scale: Tensor | None,
     dy_scale: Tensor | None,
     x_turned: Tensor | None,
     x_turned_scale: Tensor | None,
@@ -446,62 +519,82 @@ def _fake_backward(
     _check_weight(op, weight, dy, by_out=True)
     _check_bias(op, bias, weight, dy)
     _check_options(op, scaling, accumulate)
-    names, shape = ("transposed", "transposed_scale"), tuple(reversed(weight.shape))
-    _check_bytes(op, names, transposed, transposed_scale, shape, scaling, dy)
-    _check_given(op, "x_scale", x_scale, scaling, dy)
+    out, columns = weight.shape
+    rows, terms = _cast_rows(dy, 0), _cast_rows(dy, 2)
+    _check_bytes(op, ("x_data", "x_data_scale"), x_data, x_data_scale, (rows, columns), _SHARED[scaling], dy)
+    _check_bytes(op, ("weight_data", "weight_scale"), weight_data, weight_scale, (out, columns), scaling, dy)
+    of_weight = _OF_WEIGHTS[scaling]
+    _check_turned(op, ("turned", "turned_scale"), turned, turned_scale, (columns, out), of_weight, dy)
     _check_given(op, "dy_scale", dy_scale, scaling, dy)
-    if want_dweight and x is None:
+    names, shape = ("x_turned", "x_turned_scale"), (columns, terms)
+    _check_turned(op, names, x_turned, x_turned_scale, shape, scaling, dy)
+    blocks, by_casts = scaling == _BLOCK, want_dweight and not high
+    if want_dweight and (high or blocks) and x is None:
         checks.refuse(op, "x", "a tensor when the weight's gradient is wanted", "None")
+    if by_casts and not blocks and x_data is None:
+        checks.refuse(op, "x_data", "a tensor when the weight's gradient is wanted", "None")
     if want_dbias and bias is None:
         checks.refuse(op, "bias", "a tensor when its gradient is wanted", "None")
     if x is not None:
         checks.same_dtype(op, "x", x, dy)
-        checks.same_shape(op, "x", x, (*dy.shape[:-1], weight.shape[1]))
+        checks.same_shape(op, "x", x, (*dy.shape[:-1], columns))
         checks.same_device(op, "x", x, dy)
-    terms, columns = (_cast_rows(dy, 2), weight.shape[1])
-    names, shape = ("x_turned", "x_turned_scale"), (columns, terms)
-    _check_bytes(op, names, x_turned, x_turned_scale, shape, _SHARED[scaling], dy)
-    is_new = want_dweight and not high and x_turned is None
-    scales = ((columns, 1), (), (columns, (terms + _quantize.BLOCK - 1) // _quantize.BLOCK))[scaling]
+    is_new = by_casts and x_turned is None
+    scales = (columns, (terms + _quantize.BLOCK - 1) // _quantize.BLOCK)
     return (
-        dy.new_empty((*dy.shape[:-1], weight.shape[1]) if want_dx else (0,)),
+        dy.new_empty((*dy.shape[:-1], columns) if want_dx else (0,)),
         weight.new_empty(weight.shape) if want_dweight else dy.new_empty((0,)),
         bias.new_empty(bias.shape) if want_dbias and bias is not None else dy.new_empty((0,)),
         dy.new_empty((2,), dtype=torch.int64),
         dy.new_empty(() if watch else (0,), dtype=torch.float32),
         dy.new_empty(shape if is_new else (0,), dtype=_E4M3),
-        dy.new_empty(scales if is_new and x_scale is None else (0,), dtype=torch.float32),
+        dy.new_empty(scales if is_new and blocks else (0,), dtype=torch.float32),
     )
+
+
+def _fake_cast(weight: Tensor, scaling: int, power_of_two: bool, turned: bool) -> tuple[Tensor, Tensor]:
+    op = f"{SCALED}_cast"
+    _check_options(op, scaling, 0)
+    _quantize.check_dtype(op, "weight", weight.dtype, _quantize.FLOATS)
+    if weight.dim() != 2:
+        checks.refuse(op, "weight", "two dimensions", checks.shape_text(weight.shape))
+    _check_features(op, weight)
+    shape = tuple(reversed(weight.shape)) if turned else tuple(weight.shape)
+    blocks = tuple((n + _quantize.BLOCK - 1) // _quantize.BLOCK for n in shape)
+    scales = ((weight.shape[0], 1), (), blocks)[scaling]
+    return weight.new_empty(shape, dtype=_E4M3), weight.new_empty(scales, dtype=torch.float32)
 
 
 for _name in (SCALED, f"{SCALED}_forward"):
     register_fake(_name, _fake)
 register_fake(f"{SCALED}_backward", _fake_backward)
+register_fake(f"{SCALED}_cast", _fake_cast)
 
 # ---- gradients
 
-_raw_backward = raw.scaled_linear_backward.default
+_raw_backward, _raw_cast = raw.scaled_linear_backward.default, raw.scaled_linear_cast.default
 _NUMBERS = 7  # last inputs: scaling, accumulate, e5m2, high, power_of_two, emulate, watch
 
 
 def _save(inputs: Any, outputs: Any) -> dict[str, Any]:
-    _, counts, amax, new_data, new_scale = outputs
+    _, counts, amax, data, scale = outputs
     given = inputs.x_scale is not None
     if inputs.x_data is not None:
-        new_scale = inputs.x_data_scale
+        data, scale = inputs.x_data, inputs.x_data_scale
     elif not given:
         key = of_rows.key_of(inputs.x, inputs.scaling, inputs.power_of_two, inputs.watch)
-        of_rows.keep(key, inputs.x, new_data, new_scale, counts, amax)
-    computed = inputs.scaling == 1 and not given
+        of_rows.keep(inputs.x, key, data, scale, counts, amax)
+    trains = inputs.weight.requires_grad
+    by_value = inputs.high or inputs.scaling == _BLOCK  # the weight's gradient reads x, not its bytes
     return {
-        "x": inputs.x if inputs.weight.requires_grad else None,
+        "x": inputs.x if trains and by_value else None,
+        "x_data": data if trains and not by_value else None,
+        "x_data_scale": (inputs.x_scale if given else scale) if trains and not by_value else None,
         "weight": inputs.weight,
         "bias": inputs.bias,
-        "x_scale": new_scale if computed else inputs.x_scale,
         "dy_scale": inputs.dy_scale,
         "dy_counts": inputs.dy_counts,
         "dy_amax": inputs.dy_amax,
-        "given": given,
         "numbers": inputs[-_NUMBERS:],
     }
 
@@ -512,37 +605,29 @@ def records() -> bool:
     return torch.is_grad_enabled() and not transformed
 
 
-def note(total: Tensor | None, counts: Tensor, largest: Tensor | None, amax: Tensor) -> None:
-    """Adds what a cast has counted to what a layer keeps."""
-    with torch.no_grad():
-        if total is not None:
-            total.add_(counts)
-        if largest is not None and amax.dim() == 0:
-            largest.copy_(torch.maximum(largest, amax.detach()))
-
-
 def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Any) -> Gradients:
     if dy is None:
         return {}
     scaling, _, _, high, power_of_two, *_ = numbers = saved.numbers
-    turned = _turned_cast(saved.weight, scaling, power_of_two) if wants.x else (None, None)
-    shares = wants.weight and not high and not saved.given
-    key = of_columns.key_of(saved.x, scaling, power_of_two) if shares else None
-    x_turned = of_columns.find(key)
-    given = dy, saved.x, saved.weight, saved.bias, *turned, saved.x_scale, saved.dy_scale, *(x_turned or (None, None))
-    dx, dweight, dbias, counts, amax, *new = call_raw(
-        _raw_backward, *given, *numbers, wants.x, wants.weight, wants.bias
-    )
-    if not x_turned:
-        of_columns.keep(key, saved.x, new[0], new[1] if saved.x_scale is None else saved.x_scale)
+    casts = _casts_for_dx(saved.weight, scaling, power_of_two) if wants.x else (None,) * 4
+    of = saved.x if scaling == _BLOCK else saved.x_data
+    key = of_columns.key_of(of, scaling, power_of_two) if wants.weight and not high else None
+    turned = of_columns.find(of, key)
+    given = dy, saved.x, saved.weight, saved.bias, saved.x_data, saved.x_data_scale, *casts, saved.dy_scale
+    inputs = *given, *(turned or (None, None)), *numbers, wants.x, wants.weight, wants.bias
+    dx, dweight, dbias, counts, amax, *new = call_raw(_raw_backward, *inputs)
+    if not turned:
+        of_columns.keep(of, key, new[0], new[1] if scaling == _BLOCK else None)
     if wants.weight and (kept := _kept.get(saved.weight)) is not None:
         kept.has_gradient = True
     totals = [t for t in (saved.dy_counts, saved.dy_amax) if t is not None]
     if totals and type(dy) is Tensor:  # other forwards have kept them too, and must not find them changed
         with torch.autograd._unsafe_preserve_version_counter(tuple(totals)):  # type: ignore[attr-defined]
-            note(saved.dy_counts, counts, saved.dy_amax, amax)
+            note(saved.dy_counts, counts)
+            note(saved.dy_amax, amax)
     else:
-        note(saved.dy_counts, counts, saved.dy_amax, amax)
+        note(saved.dy_counts, counts)
+        note(saved.dy_amax, amax)
     return {"x": dx, "weight": dweight, "bias": dbias}
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from warpsmith._core import checks
 from warpsmith._core.main_grad import check_main_grad
-from warpsmith.ops import _linear, _scaled_linear
+from warpsmith.ops import _linear, _linear_symmetric, _scaled_linear
 from warpsmith.ops._scaled_linear import SCALED, Fp8Recipe, Fp8State
 
 _LINEAR, _MLP, _GATED = _linear.LINEAR, _linear.MLP, _linear.GATED
@@ -231,12 +231,47 @@ def scaled_linear(
     watch = state is not None and records and chosen.amax == "delayed"
     shared = _scaled_linear.shared_cast(x, chosen, watch) if records and known[0] is None else ()
     if state is not None and records:
-        known = state.x_scale, state.dy_scale, state.dy_counts, state.dy_amax if watch else None
+        x_amax, dy_amax, x_counts, dy_counts = state.totals()
+        known = state.x_scale, state.dy_scale, dy_counts, dy_amax if watch else None
     given = *known, *(shared[:2] or (None, None))
     y, counts, amax = _scaled_linear.scaled_linear(x, weight, bias, *casts, *given, *numbers[0], numbers[1], watch)
     if state is None or not records:
         return y
     counts, amax = shared[2:] or (counts, amax)
     state.has_run = True
-    _scaled_linear.note(state.x_counts, counts, state.x_amax, amax)
+    _scaled_linear.note(x_counts, counts)
+    _scaled_linear.note(x_amax, amax)
     return y
+
+
+def matmul_symmetric(x: Tensor) -> Tensor:
+    r"""The product of matrices and their own transposes: half of the work, and a result that is symmetric bit for bit.
+
+    .. math::
+        y = x x^T
+
+    Args:
+        x: shape (..., M, K), at least two dimensions; float32, float16, bfloat16, or float64 on the CPU. Any strides;
+            a batch whose matrices have adjacent rows or columns and one distance is not copied.
+
+    Returns:
+        A contiguous tensor of shape (..., M, M) and the dtype of ``x``, under autocast its dtype.
+
+    Gradient: :math:`(g + g^T) x`, and its own, composed of plain torch operations.
+
+    On Hopper cards 16-bit products of enough tiles are ours (``warpsmith.plan("matmul_symmetric", ...)``), with sums in
+    float32, each in the order of k. Elsewhere torch multiplies panels of rows, each from the diagonal on, and what lies
+    above the diagonal is copied below it. Deterministic. The host does not wait.
+
+    Raises:
+        ValueError: a dtype or shape that does not fit.
+
+    Source: the mirrored store follows flash-muon, https://github.com/nil0x9/flash-muon.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> warpsmith.matmul_symmetric(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([[ 5., 11.],
+                [11., 25.]])
+    """
+    return _linear_symmetric.matmul_symmetric(*_linear.under_autocast(_linear_symmetric.NAME, x=x))

@@ -9,6 +9,7 @@ from warpsmith.optim.clip import clip_grad_norm_, grad_norm
 from warpsmith.optim.ema import EMA
 from warpsmith.optim.lamb import LAMB
 from warpsmith.optim.lion import Lion
+from warpsmith.optim.muon import Muon
 from warpsmith.optim.rmsprop import RMSprop
 from warpsmith.optim.sgd import SGD
 
@@ -20,6 +21,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Lion",
+    "Muon",
     "RMSprop",
     "clip_grad_norm_",
     "float32_states",

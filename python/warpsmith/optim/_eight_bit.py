@@ -37,7 +37,7 @@ def _dense(t: Tensor) -> Tensor:
 def encode(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """The codes of a float32 tensor, uint8 with its strides if it is dense, and the scales of its blocks."""
     value = _dense(value)
-    code_values = torch.tensor(_C.DYNAMIC_MAPS[signed], device=value.device)
+    code_values = torch.tensor(_C.DYNAMIC_MAPS[signed], dtype=torch.float32, device=value.device)
     borders = (code_values[:-1] + code_values[1:]) * 0.5
     blocks = torch.nn.functional.pad(_flat(value), (0, -value.numel() % _C.QUANT_BLOCK)).view(-1, _C.QUANT_BLOCK)
     scales = blocks.abs().amax(1) if blocks.numel() else blocks.new_zeros(0)
@@ -53,7 +53,7 @@ def encode(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """The float32 values of codes, with their strides if they are dense."""
     codes = _dense(codes)
-    code_values = torch.tensor(_C.DYNAMIC_MAPS[signed], device=codes.device)
+    code_values = torch.tensor(_C.DYNAMIC_MAPS[signed], dtype=torch.float32, device=codes.device)
     of_elements = scales.repeat_interleave(_C.QUANT_BLOCK)[: codes.numel()]
     result = torch.empty_like(codes, dtype=torch.float32)
     _flat(result).copy_(code_values[_flat(codes).long()] * of_elements)

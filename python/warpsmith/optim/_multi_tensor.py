@@ -43,6 +43,17 @@ _FLAGS = (
 _OR_NONE = ("foreach", "fused")
 
 
+def check_lr(op: str, argument: str, lr: Any) -> None:
+    if not isinstance(lr, Tensor):
+        checks.number(op, argument, lr, *AT_LEAST_0)
+        return
+    if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
+        got = f"{checks.dtype_text(lr.dtype)} {tuple(lr.shape)}"
+        checks.refuse(op, argument, "a number, or one float32 or float64 element", got)
+    if lr.device.type == "cpu" and not lr.item() >= 0:
+        checks.refuse(op, argument, "a number >= 0", checks.value_text(lr.item()))
+
+
 class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
     """What all optimizers of this package share; they are its subclasses."""
 
@@ -100,15 +111,7 @@ class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
         raise AssertionError
 
     def _check_hyperparameters(self, group: Group) -> None:
-        lr = group["lr"]
-        if isinstance(lr, Tensor):
-            if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
-                got = f"{checks.dtype_text(lr.dtype)} {tuple(lr.shape)}"
-                self._refuse("lr", "a number, or one float32 or float64 element", got)
-            if lr.device.type == "cpu" and not lr.item() >= 0:
-                self._refuse("lr", "a number >= 0", lr.item())
-        else:
-            checks.number(self._op, "lr", lr, *AT_LEAST_0)
+        check_lr(self._op, "lr", group["lr"])
         for name, (expected, fits) in self._checks.items():
             if (expected, fits) != TWO_PARTS:
                 checks.number(self._op, name, group[name], expected, fits)
@@ -206,7 +209,7 @@ class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
                 s = self.state.get(p, {})
                 self._adopt(s)
                 if COUNTER in s:  # torch counts in Python numbers (before 1.12) or on the CPU where it is not fused
-                    s[COUNTER] = torch.as_tensor(s[COUNTER], dtype=torch.float32).to(p.device)
+                    s[COUNTER] = torch.as_tensor(s[COUNTER], dtype=torch.float32, device=p.device)
 
     # The step.
 

@@ -59,8 +59,34 @@ def gated_linear(
     return _activated(_projected(x, gate_weight, gate_bias), activation) * _projected(x, up_weight, up_bias)
 
 
+class _Symmetric(torch.autograd.Function):
+    """One product in the backward, of the sum of g and its transpose; torch's has two, whose infinities may cancel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return x @ x.mT
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return dx @ x.mT + x @ dx.mT
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return (dy + dy.mT) @ ctx.saved_tensors[0]
+
+
+def matmul_symmetric(x: Tensor) -> Tensor:
+    """``x @ x^T`` over the last two dimensions."""
+    y: Any = _Symmetric.apply(x)
+    return y
+
+
 class _Scaled(torch.autograd.Function):
-    """Three products of what casts leave of their factors."""
+    """Three products of what casts leave of their factors. Scales of rows are absorbed: the gradients' products take the
+    same bytes of x and of the weight, and the gradient is multiplied by their scales before it is cast."""
 
     @staticmethod
     def kept(t: Tensor, ctx: Any, dtype: torch.dtype, weight: bool = False, columns: bool = False) -> Tensor:
@@ -85,14 +111,24 @@ class _Scaled(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, bias = ctx.saved_tensors
         e4m3, wide = torch.float8_e4m3fn, torch.promote_types(dy.dtype, torch.float32)
-        dx = _Scaled.kept(dy, ctx, ctx.grad_dtype) @ _Scaled.kept(weight, ctx, e4m3, weight=True, columns=True)
+        of_rows = of_columns = dy
+        if ctx.scaling == "row":
+            (x_bytes, x_scale), (w_bytes, w_scale) = (
+                quantize_fp8(t, "row", e4m3, power_of_two=ctx.power_of_two)[:2] for t in (x, weight)
+            )
+            of_rows, of_columns = dy.float() * w_scale.t(), dy.float() * x_scale
+            w_turned, x_turned = w_bytes.to(wide), x_bytes.to(wide)
+        else:
+            w_turned, x_turned = (
+                _Scaled.kept(t, ctx, e4m3, weight=t is weight, columns=True).to(wide) for t in (weight, x)
+            )
+        dx = _Scaled.kept(of_rows, ctx, ctx.grad_dtype).to(wide) @ w_turned
         if ctx.wgrad == "high":
             dweight = (dy.t() if weight.dtype == dy.dtype else dy.t().to(wide)) @ x.to(
                 dy.dtype if weight.dtype == dy.dtype else wide
             )
         else:
-            turned = _Scaled.kept(dy, ctx, ctx.grad_dtype, columns=True).t()
-            dweight = turned @ _Scaled.kept(x, ctx, e4m3, columns=True)
+            dweight = _Scaled.kept(of_columns, ctx, ctx.grad_dtype, columns=True).t().to(wide) @ x_turned
         dbias = None if bias is None else dy.to(wide).sum(0).to(bias.dtype)
         return dx.to(dy.dtype), dweight.to(weight.dtype), dbias, None
 

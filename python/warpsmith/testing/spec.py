@@ -137,6 +137,7 @@ class OpSpec:
             slower than a GPU.
         sim_float32_steps: rounding steps that the law allows beside PyTorch's error in float32 on the simulated
             kernels, where PyTorch's side is its CPU kernel.
+        backward_kernels: whether the backward launches any on the sim.
         sim_far: whether the last rows of ``batched`` inputs belong to the last blocks of a grid, so that those beyond
             2^31 elements run there.
         far_cases: of which rows run there beside those of the table's cases without options.
@@ -178,6 +179,7 @@ class OpSpec:
     sim_elements: int = 2**14
     sim_float32_steps: int = ROUNDING_STEPS_SIM_FLOAT32
     sim_far: bool = True
+    backward_kernels: bool = True
     far_cases: Sequence[Case] = ()
 
     def __post_init__(self) -> None:

@@ -34,13 +34,19 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Pro
   for (int i = 0; i < tile.cluster_rows; ++i)
     b_blocks |= static_cast<uint16_t>(1u << (tile.cluster_rows * place.rank_column + i));
   // The part of a tile of `size` rows or columns that this block, `part` of `parts`, loads for all.
-  const auto load = [&](auto mn_major, unsigned char* to, const TensorMap* map, Mbarrier* full, int first, int size,
-                        int k, int part, auto parts, uint16_t blocks) {
-    const auto copy = [&](unsigned char* at, int x, int y) {
+  const auto load = [&](auto mn_major, unsigned char* to, const TensorMap* map, Mbarrier* full, int first, int batch,
+                        int size, int k, int part, auto parts, uint16_t blocks) {
+    const auto copy_box = [&]<int Rank>(unsigned char* at, const int (&c)[Rank]) {
       if constexpr (parts > 1)
-        device::tensor_load_multicast(at, map, full, blocks, {x, y});
+        device::tensor_load_multicast(at, map, full, blocks, c);
       else
-        device::tensor_load(at, map, full, {x, y});
+        device::tensor_load(at, map, full, c);
+    };
+    const auto copy = [&](unsigned char* at, int x, int y) {
+      if constexpr (kernel.symmetric())
+        copy_box(at, {x, y, batch});
+      else
+        copy_box(at, {x, y});
     };
     if constexpr (mn_major) {  // panels of 64 columns; the parts are rows of k, because panels may be odd in number
       constexpr int kRows = kStageInner / parts;
@@ -80,10 +86,10 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Pro
       load_bias(0, p.bias);
       if constexpr (kernel.gated()) load_bias(1, p.up_bias);
       const int k = block * kStageInner;
-      load(AMajor(), shared.a(ring.stage), &maps.a, full, at.row, tile.rows, k, place.rank_column,
+      load(AMajor(), shared.a(ring.stage), &maps.a, full, at.row, at.batch, tile.rows, k, place.rank_column,
            std::integral_constant<int, tile.cluster_columns>(), a_blocks);
       const int column = at.column - (second ? kernel.columns() : 0);
-      load(BMajor(), shared.b(ring.stage), b_map, full, column, tile.columns, k, place.rank_row,
+      load(BMajor(), shared.b(ring.stage), b_map, full, column, at.batch, tile.columns, k, place.rank_row,
            std::integral_constant<int, tile.cluster_rows>(), b_blocks);
     }
   }
@@ -106,7 +112,7 @@ template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1
       device::mbarrier_init(shared.full + i, 1);
       device::mbarrier_init(shared.empty + i, kConsumerWarps * kernel.tile.cluster());
     }
-    if constexpr (kernel.hands_over()) {
+    if constexpr (kernel.computes()) {
       for (int i = 0; i < kConsumerWarps * kernel.panels(); ++i) device::mbarrier_init(shared.panel_full + i, 1);
       for (int i = 0; i < kConsumerWarps; ++i) {
         device::mbarrier_init(shared.panel_empty + i, 1);

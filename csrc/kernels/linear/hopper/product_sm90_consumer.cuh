@@ -20,8 +20,10 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   static constexpr int kBlocks = tile.rows / 128, kPanels = tile.columns / kPanelColumns;
   static constexpr int kTilePanels = kBlocks * kPanels, kPanelParts = 4, kPartWords = 4;
   static constexpr int kPanelWords = kPanelParts * kPartWords;
-  // A panel is stored in steps: prepared and sent; or handed over; of `gated` both sums sent, each part, and sent.
-  static constexpr int kPanelSteps = kernel.gated() ? kPanelParts + 2 : kernel.hands_over() ? 1 : 2;
+  // A panel is stored in steps: prepared and sent; or handed over; or, with arithmetic, each part and sent. First of
+  // all `gated` sends both sums, and `symmetric` asks for z.
+  static constexpr bool kOpens = kernel.computes() && !kernel.hands_over();
+  static constexpr int kPanelSteps = kOpens ? kPanelParts + 2 : kernel.hands_over() ? 1 : 2;
   static constexpr int kSteps = kPanelSteps * (kernel.gated() ? kTilePanels / 2 : kTilePanels);
   static constexpr int kNothing = 1 << 20;  // behind the last step of any tile
   static constexpr device::Major kA = kernel.layout == ProductLayout::tn ? device::Major::mn : device::Major::k;
@@ -48,6 +50,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   uint32_t finished[kernel.defers() ? kTilePanels * kPanelWords : kPanelWords];  // or a panel at a time
   TilePlace now{}, before{};  // this warp's first row and column of the tile in acc, and of the finished one
   int buffer = 0;
+  unsigned z_parity = 0;  // of `symmetric`
 
   __device__ __forceinline__ ProductConsumer(const ProductArguments& arguments, const ProductShared<kernel>& memory,
                                              const ProductMaps& tensors, int begun, int warpgroup)
@@ -162,19 +165,57 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         for (int j = 0; j < words; ++j) w[j] = from[i * apart + j];
       }
   }
-  // `gated`: computes a part of a panel, 16 columns of 16 rows, from rounded sums.
+  // Computes a part of a panel: 16 columns of 16 rows, from rounded sums.
   __device__ __forceinline__ void compute_part(int part) {
-    uint32_t w[kPartWords], up[kPartWords];
+    uint32_t w[kPartWords];
     choose<kPanelParts>(finished, part, w);
-    choose<kPanelParts>(finished + kTilePanels / 2 * kPanelWords, part, up);
-    if (part == 0) wait_for_stores();
-    with_activation<T>(p.activation, [&]<class F>() {
+    if constexpr (kernel.symmetric()) {
+      if (p.add) {
+        if (part == 0) {
+          device::mbarrier_wait(shared.z_full + warp, z_parity);
+          z_parity ^= 1;
+        }
+        uint32_t x[kPartWords];
+        device::load_matrix(x, staging + (lane_offset ^ part * 32));
 #pragma unroll
-      for (int i = 0; i < kPartWords; ++i)
-        w[i] = device::pack<T>(F(device::low_half<T>(w[i])).value() * device::low_half<T>(up[i]),
-                               F(device::high_half<T>(w[i])).value() * device::high_half<T>(up[i]));
-    });
-    stage(staging + kBufferBytes, part, w);
+        for (int i = 0; i < kPartWords; ++i)
+          w[i] = device::pack<T>(device::low_half<T>(w[i]) + p.beta * device::low_half<T>(x[i]),
+                                 device::high_half<T>(w[i]) + p.beta * device::high_half<T>(x[i]));
+        __syncwarp(0xffffffffu);
+      }
+      stage(staging, part, w);
+      if (is_mirrored()) {  // 16 rows of 32 bytes
+        const int row = lane / 16 * 8 + lane % 8, byte = lane / 8 % 2 * 16;
+        device::store_matrix<true>(staging + kBufferBytes + part * 512 +
+                                       device::swizzled(Swizzle::bytes32, static_cast<uint32_t>(row * 32 + byte)),
+                                   w);
+      }
+    } else {
+      if (part == 0) wait_for_stores();
+      uint32_t up[kPartWords];
+      choose<kPanelParts>(finished + kTilePanels / 2 * kPanelWords, part, up);
+      with_activation<T>(p.activation, [&]<class F>() {
+#pragma unroll
+        for (int i = 0; i < kPartWords; ++i)
+          w[i] = device::pack<T>(F(device::low_half<T>(w[i])).value() * device::low_half<T>(up[i]),
+                                 F(device::high_half<T>(w[i])).value() * device::high_half<T>(up[i]));
+      });
+      stage(staging + kBufferBytes, part, w);
+    }
+  }
+  // `symmetric`: asks for a panel of z, where its result will replace it; and whether the tile has a mirror image.
+  __device__ __forceinline__ void ask_for_panel(int panel) {
+    wait_for_stores();
+    if (p.add && lane == 0) {
+      Mbarrier* full = shared.z_full + warp;
+      device::mbarrier_arrive_expect(full, kBufferBytes);
+      device::tensor_load(staging, &maps.z, full,
+                          {before.column + panel_column(panel), before.row + panel_row(panel), before.batch});
+    }
+    __syncwarp(0xffffffffu);
+  }
+  __device__ __forceinline__ bool is_mirrored() const {
+    return before.column / tile.columns > before.row / (tile.rows * tile.cluster_rows);
   }
   // `gated`: stores both sums of a panel of out.
   __device__ __forceinline__ void keep_panel(int panel) {
@@ -191,7 +232,14 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   // Stores a panel whose parts are computed.
   __device__ __forceinline__ void send_computed(int panel) {
     const int row = before.row + panel_row(panel), column = before.column + panel_column(panel);
-    send([&] { device::tensor_store(out, staging + kBufferBytes, {column, row}); });
+    unsigned char* const second = staging + kBufferBytes;
+    if constexpr (kernel.symmetric())
+      send([&] {
+        device::tensor_store(out, staging, {column, row, before.batch});
+        if (is_mirrored()) device::tensor_store(&maps.up_z, second, {row, column, before.batch});
+      });
+    else
+      send([&] { device::tensor_store(out, second, {column, row}); });
   }
   // Hands a panel over to the warps that finish it.
   __device__ __forceinline__ void pass_panel(int panel) {
@@ -226,13 +274,16 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       const int panel = step / kPanelSteps, turn = step % kPanelSteps;
       if constexpr (kernel.hands_over()) {
         pass_panel(panel);
-      } else if constexpr (kernel.gated()) {
-        if (turn == 0)
-          keep_panel(panel);
-        else if (turn == kPanelSteps - 1)
-          send_computed(panel);
-        else
+      } else if constexpr (kOpens) {
+        if (turn > 0 && turn < kPanelSteps - 1) {
           compute_part(turn - 1);
+        } else if (turn > 0) {
+          send_computed(panel);
+        } else if constexpr (kernel.symmetric()) {
+          ask_for_panel(panel);
+        } else {
+          keep_panel(panel);
+        }
         if (turn == kPanelSteps - 1) next_panel();
       } else if (turn == 0) {
         uint32_t w[kPanelWords];
@@ -313,6 +364,12 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       store_wide(last);
     } else {
       add_bias();
+      if (kernel.symmetric() && p.alpha != 1) {
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+          for (float& sum : acc[m]) sum *= p.alpha;
+      }
 #pragma unroll
       for (int panel = 0; panel < kTilePanels; ++panel) {
         const float* from = acc[panel / kPanels] + panel % kPanels * 32;
@@ -408,7 +465,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       for (int block = 0; block < blocks; ++block) {
         device::mbarrier_wait(shared.full + ring.stage, ring.parity);
         multiply(ring.stage, block > 0);
-        if constexpr (kernel.gated()) store_steps(step, block);  // with two groups in flight
+        if constexpr (kOpens) store_steps(step, block);  // with two groups in flight
         device::wgmma_wait<1>();
         if (block > 0) release(previous);
         previous = ring.stage;
@@ -416,11 +473,11 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         if constexpr (kernel.hands_over()) {
           if (block == 0 || (block - 1) * p.pace >> 16 < block * p.pace >> 16)
             store_step(skip + (block * p.pace >> 16));
-        } else if constexpr (!kernel.gated()) {
+        } else if constexpr (!kOpens) {
           store_step(skip + block);
         }
       }
-      if constexpr (kernel.gated()) {
+      if constexpr (kOpens) {
         for (; step < kSteps; ++step) store_step(step);
       } else if (kernel.defers() && !kernel.hands_over() && !more) {
         if constexpr (kernel.defers())

@@ -27,7 +27,7 @@ constexpr int kBandUnits = 8;
 struct ProductMaps {
   TensorMap a, b, out;
   TensorMap z;         // kept by `activate` and `gated`, read by `residual` and `derivative`; else unused
-  TensorMap up, up_z;  // of `gated`
+  TensorMap up, up_z;  // of `gated`; up_z: of `symmetric` out, in boxes of 64 rows by 16 columns
 };
 
 struct ProductArguments {
@@ -45,8 +45,9 @@ struct ProductArguments {
   float* sums;      // where sums are split: a tile for each share of a block
   int* flags;       // likewise: the number of clusters that have begun, then a flag for each warp of each share
   LinearActivation activation;
-  bool keep;  // z of `activate`, with up_z of `gated`
-  bool add;   // `wide`: out is added to
+  bool keep;          // z and up_z of `gated`
+  bool add;           // `wide`: out is added to; `symmetric`: beta z is added
+  float alpha, beta;  // of `symmetric`
 
   template <ProductKernel kernel> __device__ __forceinline__ bool biased() const {
     return bias != nullptr || (kernel.gated() && up_bias != nullptr);
@@ -187,7 +188,26 @@ template <class T, class Use> __device__ __forceinline__ void with_activation(Li
 
 struct TilePlace {
   int row, column;  // of the block's first element
+  int batch = 0;    // of `symmetric`
 };
+
+// Unit `unit` of those on and above the diagonals of matrices of side x side units, in bands of kBandUnits columns, of
+// which each is a rectangle above a triangle.
+__host__ __device__ __forceinline__ TilePlace triangle_unit(int unit, int side) {
+  const int all = side * (side + 1) / 2, batch = unit / all;
+  int rest = unit - batch * all, first = 0, width = min(kBandUnits, side);
+  for (int band; rest >= (band = first * width + width * (width + 1) / 2); width = min(kBandUnits, side - first)) {
+    rest -= band;
+    first += kBandUnits;
+  }
+  int row = rest / width, column = first + rest - row * width;
+  if (row >= first) {
+    rest -= first * width;
+    for (row = first; rest >= width; ++row) rest -= width--;
+    column = row + rest;
+  }
+  return {row, column, batch};
+}
 
 // Which tiles are this block's.
 template <ProductKernel kernel> struct ProductPlace {
@@ -206,6 +226,11 @@ template <ProductKernel kernel> struct ProductPlace {
   // Bands of kBandUnits units along the columns; in a band the short side runs fastest. So the units of a wave share
   // operands in the second-level cache.
   __device__ __forceinline__ TilePlace tile(int unit) const {
+    if constexpr (kernel.symmetric()) {
+      const TilePlace u = triangle_unit(unit, p.unit_rows);
+      return {(u.row * kernel.tile.cluster_rows + rank_row) * kernel.tile.rows, u.column * kernel.tile.columns,
+              u.batch};
+    }
     const int band = unit / (kBandUnits * p.unit_rows), first = band * kBandUnits;
     const int width = min(kBandUnits, p.unit_columns - first), rest = unit - first * p.unit_rows;
     const int row = rest / width, column = first + rest - row * width;

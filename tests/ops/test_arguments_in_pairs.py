@@ -1,0 +1,153 @@
+"""Every argument of every public op has its meaning, alone and beside each other one: with another value, outputs and
+gradients change, and are those of the op's definition in ``warpsmith.reference``. The host waits
+for none of it, and it does not matter of which device and dtype torch makes tensors unless it is told."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import combinations
+
+import pytest
+import torch
+import warpsmith
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from warpsmith import reference
+from warpsmith.train import sync_audit
+
+from tests.dispatched import other_defaults
+from tests.ops.public_calls import CLASSES, NAMES, TOKENS, WIDTH, arguments_of, floating_of
+
+OTHER = dict.fromkeys(("eps", "softmax_scale", "label_smoothing", "z_loss", "weight_offset", "momentum"), 0.25)
+OTHER |= dict.fromkeys(("softcap", "temperature", "beta1", "beta2", "weight_decay", "lr", "dropout_p"), 0.5)
+OTHER |= {"p": 0.25, "ignore_index": 0, "window_size": (1, 1), "activation": "relu", "approximate": "tanh"}
+OTHER |= {"reduction": "sum", "causal_align": "top_left", "position_offset": torch.tensor([1, 2]), "causal": True}
+OTHER |= {"interleaved": True, "maximize": True}
+# How an op computes, where, and what else it gives: the laws of the ops ask for these.
+HOW = {"deterministic", "inplace", "inplace_backward", "check_labels", "return_stats", "return_lse", "max_chunk_bytes"}
+HOW |= {"max_bytes", "dw_dtype", "save_logits", "main_grad", "main_grads", "max_seqlen_q", "max_seqlen_k", "layout"}
+HOW |= {"kv_heads", "found_inf", "mode", "process_group", "sharding", "max_seqlen"}
+OF_8_BITS = {"dequantize_fp8", "quantize_fp8", "scaled_linear"}
+# Functions of several ranks, here on one: by name the op that they compute.
+ON_RANKS = {n: n.split("_parallel_")[-1] for n in warpsmith.distributed.__all__ if "_parallel_" in n}
+
+# What an argument needs that it may say something: another one changed, or not.
+ONLY = {"momentum": ("training", True), "causal_align": ("causal", False)}
+ONLY |= dict.fromkeys(("p", "seed"), ("training", False))
+
+
+def rows(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def function_of(name: str):
+    return getattr(warpsmith.distributed if name in ON_RANKS else warpsmith, name)
+
+
+def base_of(name: str) -> dict:
+    """A call in which each argument has something to change: sequences of other lengths, and more keys than queries."""
+    base = arguments_of(ON_RANKS.get(name, name))
+    angles = torch.outer(torch.arange(2.0 * TOKENS), torch.linspace(0.3, 1, WIDTH // 2)).double()
+    offsets = torch.tensor([0, 2, TOKENS], dtype=torch.int32)
+    if "cos" in base:
+        base |= {"cos": angles.cos(), "sin": angles.sin(), "cu_seqlens": offsets}
+    if "seed" in inspect.signature(function_of(name)).parameters:
+        base["seed"] = torch.tensor([1, 2])
+    if name == "context_parallel_attention":
+        base |= {"causal": True, "dropout_p": 0.25, "mode": "ulysses"}
+    if name.startswith("attention"):
+        base |= {
+            "causal": True,
+            "dropout_p": 0.25,
+            "k": rows(TOKENS + 3, 1, WIDTH),
+            "v": rows(TOKENS + 3, 1, WIDTH, seed=2),
+        }
+    if name == "attention_varlen":
+        base |= {"cu_seqlens_k": offsets + torch.tensor([0, 2, 3], dtype=torch.int32), "max_seqlen_k": TOKENS + 3}
+    return base
+
+
+def others_of(name: str, base: dict) -> dict:
+    """Another value of each argument."""
+    heads = base["q"].shape[-2] if "q" in base else 0
+    tensors = {
+        "bias": rows(heads, 1, TOKENS + 3) if heads else rows(CLASSES),
+        "alibi_slopes": rows(heads).abs().float(),
+    }
+    tensors |= {"sink": rows(heads), "class_weight": rows(CLASSES).abs(), "residual": rows(TOKENS, CLASSES)}
+    tensors |= {"gate_bias": rows(CLASSES), "up_bias": rows(CLASSES), "grad_scale": torch.tensor(4.0)}
+    tensors |= {"max_exp_avg_sqs": [rows(TOKENS, WIDTH).square() + 3], "up": None}
+    found = {}
+    for option, parameter in inspect.signature(function_of(name)).parameters.items():
+        value = base.get(option)
+        if option in HOW or (name in ON_RANKS and option == "cu_seqlens"):
+            continue
+        if isinstance(value, Tensor) and value.is_floating_point():
+            found[option] = value + rows(*value.shape, seed=5).abs()
+        elif option == "target":
+            found[option] = (value + 1) % CLASSES
+        elif option.startswith("cu_seqlens"):
+            found[option] = value + torch.tensor([0, 1, 0], dtype=torch.int32)
+        elif isinstance(value, Tensor):
+            found[option] = value + 5
+        elif isinstance(value, list) and value:
+            found[option] = [t + 1 for t in value]
+        else:
+            known = tensors if option in tensors else OTHER
+            found[option] = (
+                not base.get(option, parameter.default) if isinstance(parameter.default, bool) else known[option]
+            )
+    return found
+
+
+def result(function, name: str, given: dict) -> list[Tensor]:
+    """Outputs, what was written, and gradients; of a loss without its statistics."""
+    taken = inspect.signature(function).parameters
+    given = tree_map(
+        lambda t: t.clone() if isinstance(t, Tensor) else t, {k: v for k, v in given.items() if k in taken}
+    )
+    learned = [t.requires_grad_() for t in floating_of(given).values() if name != "adamw"]
+    found = [t for t in tree_leaves(function(**given)) if isinstance(t, Tensor)]
+    found = found[:1] if name.endswith("cross_entropy") else found
+    if learned:
+        loss = sum(
+            (t * torch.arange(1, 1 + t.numel(), device=t.device).to(t.dtype).view(t.shape).cos()).sum()
+            for t in found
+            if t.requires_grad
+        )
+        found += [t for t in torch.autograd.grad(loss, learned, allow_unused=True) if t is not None]
+    written = [given[k] for k in ("params", "running_mean", "running_var", "exp_avgs", "exp_avg_sqs") if k in given]
+    return [t.detach() for t in (*found, *tree_leaves(written)) if t is not None]
+
+
+def differs(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) != len(b) or any(s.shape != t.shape or not torch.allclose(s, t) for s, t in zip(a, b, strict=True))
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    with warpsmith.distributed.init(device="cpu"):
+        yield
+
+
+@pytest.mark.parametrize("name", [*(n for n in NAMES if n not in OF_8_BITS), *ON_RANKS])
+def test_each_argument_alone_and_in_pairs(name, one_rank):
+    base = base_of(name)
+    others = others_of(name, base)
+    changes = [(), *((o,) for o in others), *combinations(others, 2)]
+    found = {}
+    for options in changes:
+        given = base | {o: others[o] for o in options}
+        found[options] = result(function_of(name), name, given)
+        if len(options) < 2 and name not in ON_RANKS:
+            with sync_audit("cpu") as audit, other_defaults():
+                again = result(function_of(name), name, given)
+            assert audit.total == 0, f"{options}: {audit}"
+            assert all(map(torch.equal, again, found[options])), options
+        expected = result(getattr(reference, ON_RANKS.get(name, name)), name, given)
+        torch.testing.assert_close(found[options], expected, msg=lambda m, o=options: f"{o}: {m}")
+    for options in filter(None, found):
+        for said, beside in zip(options, (options[1:], options[:1]) if options[1:] else ((),), strict=True):
+            only, there = ONLY.get(said, ("", False))
+            silent = (only in beside) != there
+            assert silent != differs(found[options], found[beside]), f"{said} beside {beside}"
