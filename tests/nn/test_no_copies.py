@@ -71,6 +71,7 @@ ATTENTION = [
 CASES = [(name, arguments, {}, lambda c=c: (c(), {})) for name, calls in CALLS.items() for arguments, c in calls]
 CASES += [("Attention", (WIDTH, 2, 1), options, call) for options, call in ATTENTION]
 FUNCTIONS = {
+    "group_norm": lambda: (pixels().contiguous(memory_format=torch.channels_last), 2),
     "cross_entropy": lambda: (rows()[None].transpose(1, 2), LABELS[None]),
     "layer_norm": lambda: (rows(), (WIDTH,)),
     "linear": lambda: (rows(), torch.randn(24, WIDTH, requires_grad=True)),

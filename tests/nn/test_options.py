@@ -20,6 +20,7 @@ OTHER = dict.fromkeys(
 OTHER |= dict.fromkeys(("interleaved", "causal", "check_labels", "inplace_backward"), True) | {"deterministic": False}
 OTHER |= {"softcap": 4.0, "ignore_index": 3, "max_chunk_bytes": 4096, "max_bytes": 1 << 30, "window_size": (3, 5)}
 OTHER |= {"activation": "relu", "approximate": "tanh", "reduction": "sum", "dw_dtype": torch.float32}
+OTHER |= {"num_groups": 4}
 # Without options beyond torch's it calls the function of torch's signature.
 ALWAYS = {"CrossEntropyLoss": {"z_loss": 0.125}}
 
@@ -45,6 +46,12 @@ def calls(monkeypatch, cls, arguments, call):
 
 
 NAMES = sorted({name for name, *_ in CASES})
+
+
+def others_of(name):
+    return OTHER | {"activation": "silu"} if name == "GroupNorm" else OTHER
+
+
 FLAGS = {"bias": True, "qk_norm": True, "sink": True, "affine": False, "elementwise_affine": False}
 
 
@@ -53,7 +60,9 @@ def ways_of(name):
     told = inspect.signature(getattr(warpsmith.nn, name)).parameters
     for _, given, options, call in (case for case in CASES if case[0] == name):
         named = inspect.signature(getattr(warpsmith.nn, name)).bind(*given, **options).arguments
-        others = {k: v for k, v in {**OTHER, **FLAGS}.items() if k in told and named.get(k, told[k].default) != v}
+        others = {
+            k: v for k, v in {**others_of(name), **FLAGS}.items() if k in told and named.get(k, told[k].default) != v
+        }
         others = {
             k: v for k, v in others.items() if k not in ("inplace_backward", "max_bytes", "max_chunk_bytes", "dw_dtype")
         }
@@ -71,10 +80,12 @@ def test_an_option_reaches_the_op(monkeypatch, name):
         assert ops or name in ("NormLinear", "ConvBNReLU")  # a step of autograd, and modules
         taken = [p for op in ops for p in inspect.signature(op).parameters.values()]
         names = {p.name for p in taken if "Tensor" not in str(p.annotation)} & inspect.signature(cls).parameters.keys()
-        zeros = {k: 0 for k in names if not isinstance(OTHER[k], (bool, str, tuple, torch.dtype))} | {"dw_dtype": None}
-        for option, value in [*((k, OTHER[k]) for k in names), *zeros.items()]:
+        zeros = {k: 0 for k in names if not isinstance(others_of(name)[k], (bool, str, tuple, torch.dtype))} | {
+            "dw_dtype": None
+        }
+        for option, value in [*((k, others_of(name)[k]) for k in names), *zeros.items()]:
             if option in names and (
-                value != 0 or option not in ("max_bytes", "max_chunk_bytes", *ALWAYS.get(name, ()))
+                value != 0 or option not in ("max_bytes", "max_chunk_bytes", "num_groups", *ALWAYS.get(name, ()))
             ):
                 made = calls(monkeypatch, cls, {**arguments, option: value}, call)
                 assert any(option in seen and seen[option] == value for _, seen in made), (option, value, given)

@@ -20,9 +20,10 @@ from tests.ops.public_calls import CLASSES, NAMES, TOKENS, WIDTH, arguments_of, 
 
 OTHER = dict.fromkeys(("eps", "softmax_scale", "label_smoothing", "z_loss", "weight_offset", "momentum"), 0.25)
 OTHER |= dict.fromkeys(("softcap", "temperature", "beta1", "beta2", "weight_decay", "lr", "dropout_p"), 0.5)
-OTHER |= {"p": 0.25, "ignore_index": 0, "window_size": (1, 1), "activation": "relu", "approximate": "tanh"}
+OTHER |= {"p": 0.25, "ignore_index": 0, "window_size": (1, 1), "approximate": "tanh"}
 OTHER |= {"reduction": "sum", "causal_align": "top_left", "position_offset": torch.tensor([1, 2]), "causal": True}
-OTHER |= {"interleaved": True, "maximize": True}
+OTHER |= {"interleaved": True, "maximize": True, "num_groups": 2, "mean": (0.1,) * 3, "std": (0.4,) * 3}
+OTHER |= {"dtype": torch.float32, "flip": torch.tensor([True, False])}
 # How an op computes, where, and what else it gives: the laws of the ops ask for these.
 HOW = {"deterministic", "inplace", "inplace_backward", "check_labels", "return_stats", "return_lse", "max_chunk_bytes"}
 HOW |= {"max_bytes", "dw_dtype", "save_logits", "main_grad", "main_grads", "max_seqlen_q", "max_seqlen_k", "layout"}
@@ -53,6 +54,8 @@ def base_of(name: str) -> dict:
         base |= {"cos": angles.cos(), "sin": angles.sin(), "cu_seqlens": offsets}
     if "seed" in inspect.signature(function_of(name)).parameters:
         base["seed"] = torch.tensor([1, 2])
+    if name == "normalize_image":
+        base["x"] = torch.arange(96, dtype=torch.uint8).view(2, 4, 4, 3)
     if name == "context_parallel_attention":
         base |= {"causal": True, "dropout_p": 0.25, "mode": "ulysses"}
     if name.startswith("attention"):
@@ -93,7 +96,7 @@ def others_of(name: str, base: dict) -> dict:
         elif isinstance(value, list) and value:
             found[option] = [t + 1 for t in value]
         else:
-            known = tensors if option in tensors else OTHER
+            known = tensors if option in tensors else OTHER | {"activation": "silu" if name == "group_norm" else "relu"}
             found[option] = (
                 not base.get(option, parameter.default) if isinstance(parameter.default, bool) else known[option]
             )
@@ -121,7 +124,9 @@ def result(function, name: str, given: dict) -> list[Tensor]:
 
 
 def differs(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) != len(b) or any(s.shape != t.shape or not torch.allclose(s, t) for s, t in zip(a, b, strict=True))
+    return len(a) != len(b) or any(
+        (s.shape, s.dtype) != (t.shape, t.dtype) or not torch.allclose(s, t) for s, t in zip(a, b, strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
