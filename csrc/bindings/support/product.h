@@ -32,7 +32,7 @@ inline bool run_own_product(const char* op, const Tensor& out, ProductParams p) 
   if (!plan.kernel) return not_own(op, p, plan.why);
   std::optional<Tensor> sums, flags, partials;
   if (p.column_sums) {
-    const int64_t sizes[2] = {(p.rows + 15) / 16, p.columns};
+    const int64_t sizes[2] = {partial_rows(p.rows), p.columns};
     partials = allocate(op, "partial sums of columns", sizes, 2, aoti_torch_dtype_float32(), out);
     p.partials = static_cast<float*>(partials->mutable_data_ptr());
   }

@@ -53,7 +53,7 @@ struct ProductParams {
   int64_t z_stride = 0;
   float* sums = nullptr;        // [plan.sums], where sums are split
   int* flags = nullptr;         // [plan.flags], zeros, likewise
-  float* partials = nullptr;    // [ceil(rows / 16), columns] of `derivative`: workspace of the column sums
+  float* partials = nullptr;    // [partial_rows(rows), columns] of `derivative`: workspace of the column sums
   void* column_sums = nullptr;  // [columns], dtype or float; null: not wanted
   Dtype column_sums_dtype = Dtype::float32;
   int64_t rows = 0, columns = 0, inner = 0;
