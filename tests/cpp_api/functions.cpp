@@ -128,6 +128,8 @@ at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate_weight, cons
                                  static_cast<warpsmith::Activation>(activation));
 }
 
+at::Tensor matmul_symmetric(const at::Tensor& x) { return warpsmith::matmul_symmetric(x); }
+
 // A bare undefined tensor is none in an optional return.
 std::optional<at::Tensor> if_defined(const at::Tensor& t) { return t.defined() ? std::optional(t) : std::nullopt; }
 
@@ -210,6 +212,7 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       exposed(&gated_linear));
   m.def("scaled_linear(Tensor x, Tensor weight, Tensor? bias, int scaling, bool e5m2, bool high) -> Tensor",
         exposed(&scaled_linear));
+  m.def("matmul_symmetric(Tensor x) -> Tensor", exposed(&matmul_symmetric));
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, int "
       "reduction, float label_smoothing, int? max_chunk_bytes) -> Tensor",

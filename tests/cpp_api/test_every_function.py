@@ -146,6 +146,7 @@ def problems():
     whole = {"x": leaf(2, 3, 16), "weight": leaf(32, 16), "bias": leaf(32)}
     for number in range(3):
         yield "scaled_linear", {**whole, "scaling": number, "e5m2": number == 1, "high": number == 2}, scaled_linear
+    yield "matmul_symmetric", {"x": leaf(2, 3, 16)}, warpsmith.matmul_symmetric
     linear = {"hidden": leaf(2, 3, 16), "weight": leaf(9, 16), "bias": leaf(9), "target": TARGET.clamp_min(0)}
     yield "linear_log_prob", {**linear, "temperature": 0.7, "save_logits": True}, warpsmith.linear_log_prob
     yield "linear_log_prob", {**linear, "temperature": 1.0, "save_logits": False}, warpsmith.linear_log_prob

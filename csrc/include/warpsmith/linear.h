@@ -34,7 +34,7 @@ inline variable_list linear_gradients(const Op& op, Backward& b) {
 }
 
 inline variable_list matmul_symmetric_gradients(const Op&, Backward& b) {
-  return {at::matmul(b.grads[0] + b.grads[0].mT(), b.arguments[0].toTensor())};
+  return {at::matmul(b.grads[0].add(b.grads[0].mT()), b.arguments[0].toTensor())};
 }
 
 }  // namespace detail
