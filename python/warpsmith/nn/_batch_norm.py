@@ -138,8 +138,8 @@ class SyncBatchNorm(_Activated, nn.SyncBatchNorm):
     Example:
         >>> import torch, warpsmith
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
-        >>> type(warpsmith.nn.SyncBatchNorm.convert_sync_batchnorm(model)[1])
-        <class 'warpsmith.nn.SyncBatchNorm'>
+        >>> type(warpsmith.nn.SyncBatchNorm.convert_sync_batchnorm(model)[1]) is warpsmith.nn.SyncBatchNorm
+        True
     """
 
     def __init__(
