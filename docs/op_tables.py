@@ -35,6 +35,7 @@ TITLES = {
     "linear": "linear layers: activation, residual, MLP",
     "linear_loss": "language-model head with loss or log-probabilities",
     "quantize": "8-bit floats with scales, and back",
+    "image": "bytes of images to normalised numbers",
     "optim": "optimizer, one launch for all parameters",
 }
 

@@ -9,7 +9,7 @@ from warpsmith.testing import BadInput
 from tools import families
 
 NAMES = [name for name in warpsmith.ops.__all__ if name[0].islower()]
-NOT_DIFFERENTIABLE = ("adamw", "dequantize_fp8", "quantize_fp8")
+NOT_DIFFERENTIABLE = ("adamw", "dequantize_fp8", "normalize_image", "quantize_fp8")
 TOKENS, WIDTH, CLASSES = 6, 8, 5
 
 
@@ -75,6 +75,7 @@ def arguments_of(name: str) -> dict:
             "w2": make(WIDTH, CLASSES),
             "b2": make(WIDTH),
         },
+        "normalize_image": {"x": torch.zeros(2, 4, 4, 3, dtype=torch.uint8), "mean": (0.5,) * 3, "std": (0.2,) * 3},
         "qk_norm_rope": {"q": heads(2), "k": heads(1), "q_weight": make(WIDTH), "k_weight": make(WIDTH)} | tables,
         "quantize_fp8": {"x": rows().float()},
         "rms_norm": of_norm,

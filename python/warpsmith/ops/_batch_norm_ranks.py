@@ -90,6 +90,7 @@ class _AcrossRanks(torch.autograd.Function):
         )
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]  # the public name imports the compiler
 def batch_norm_of_ranks(
     x: Tensor,
     running_mean: Tensor | None,
@@ -107,7 +108,4 @@ def batch_norm_of_ranks(
     """batch_norm in training, where the batch is that of all ranks of ``group``."""
     del training
     relu = activation is not None
-    arguments = x, residual, weight, bias, running_mean, running_var, momentum, eps, relu, group
-    if torch.compiler.is_compiling():  # no decorator: that imports torch's compiler
-        return torch.compiler.disable(_AcrossRanks.apply)(*arguments)
-    return _AcrossRanks.apply(*arguments)
+    return _AcrossRanks.apply(x, residual, weight, bias, running_mean, running_var, momentum, eps, relu, group)
