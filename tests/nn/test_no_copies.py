@@ -72,6 +72,7 @@ CASES = [(name, arguments, {}, lambda c=c: (c(), {})) for name, calls in CALLS.i
 CASES += [("Attention", (WIDTH, 2, 1), options, call) for options, call in ATTENTION]
 FUNCTIONS = {
     "cross_entropy": lambda: (rows()[None].transpose(1, 2), LABELS[None]),
+    "group_norm": lambda: (pixels(), 2),
     "layer_norm": lambda: (rows(), (WIDTH,)),
     "linear": lambda: (rows(), torch.randn(24, WIDTH, requires_grad=True)),
     "linear_cross_entropy": lambda: (rows(), torch.randn(WIDTH, WIDTH), LABELS),
