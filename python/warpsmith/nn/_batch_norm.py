@@ -165,7 +165,7 @@ class SyncBatchNorm(_Activated, nn.SyncBatchNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalises ``input`` channel by channel, adds ``residual``, and applies the activation."""
         arguments = self._arguments(input)
-        others = {"residual": residual, "activation": self.activation}
+        others: dict[str, Any] = {"residual": residual, "activation": self.activation}
         if self.training and dist.is_available() and dist.is_initialized():
             group = self.process_group or dist.group.WORLD
             if dist.get_world_size(group) > 1:
