@@ -167,7 +167,7 @@ class SyncBatchNorm(_Activated, nn.SyncBatchNorm):
         arguments = self._arguments(input)
         others: dict[str, Any] = {"residual": residual, "activation": self.activation}
         if self.training and dist.is_available() and dist.is_initialized():
-            group = self.process_group or dist.group.WORLD
+            group: Any = self.process_group or dist.group.WORLD
             if dist.get_world_size(group) > 1:
                 return batch_norm_of_ranks(input, *arguments, group=group, **others)
         return batch_norm(input, *arguments, **others)
