@@ -74,7 +74,7 @@ __device__ __forceinline__ float share_of(float rstd, float unit) {
 // where a backward computes it again.
 struct Channel {
   float unit, offset, scale, bias;  // offset: -mean * unit; scale: rstd / unit * weight
-  __device__ __forceinline__ Channel() = default;
+  Channel() = default;
   __device__ __forceinline__ Channel(float mean, float rstd, float weight, float bias)
       : unit(unit_of(mean, rstd)), offset(-mean * unit), scale(share_of(rstd, unit) * weight), bias(bias) {}
   __device__ __forceinline__ float centered(float x) const { return fmaf(x, unit, offset); }

@@ -277,7 +277,7 @@ CONSTRUCTED = {
 # What an input must fit, so that the first call may still refuse it; and what is no scalar, or left to torch's modules.
 SIZES = {"normalized_shape", "num_features", "in_features", "hidden_size", "embed_dim", "num_heads", "head_dim", "dim"}
 SIZES |= {"max_positions", "out_features", "max_bytes", "in_channels", "out_channels", "groups"}
-SIZES |= {"kernel_size", "stride", "padding", "dilation"}
+SIZES |= {"kernel_size", "stride", "padding", "dilation", "num_groups", "num_channels"}
 TORCHS = {"device", "dtype", "elementwise_affine", "size_average", "reduce", "weight", "scaling"}
 CASES = [
     (name, parameter)

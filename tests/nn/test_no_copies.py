@@ -73,6 +73,7 @@ CASES += [("Attention", (WIDTH, 2, 1), options, call) for options, call in ATTEN
 FUNCTIONS = {
     "group_norm": lambda: (pixels().contiguous(memory_format=torch.channels_last), 2),
     "cross_entropy": lambda: (rows()[None].transpose(1, 2), LABELS[None]),
+    "group_norm": lambda: (pixels(), 2),
     "layer_norm": lambda: (rows(), (WIDTH,)),
     "linear": lambda: (rows(), torch.randn(24, WIDTH, requires_grad=True)),
     "linear_cross_entropy": lambda: (rows(), torch.randn(WIDTH, WIDTH), LABELS),

@@ -138,8 +138,8 @@ class SyncBatchNorm(_Activated, nn.SyncBatchNorm):
     Example:
         >>> import torch, warpsmith
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
-        >>> type(warpsmith.nn.SyncBatchNorm.convert_sync_batchnorm(model)[1])
-        <class 'warpsmith.nn.SyncBatchNorm'>
+        >>> type(warpsmith.nn.SyncBatchNorm.convert_sync_batchnorm(model)[1]) is warpsmith.nn.SyncBatchNorm
+        True
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class SyncBatchNorm(_Activated, nn.SyncBatchNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalises ``input`` channel by channel, adds ``residual``, and applies the activation."""
         arguments = self._arguments(input)
-        others = {"residual": residual, "activation": self.activation}
+        others: dict[str, Any] = {"residual": residual, "activation": self.activation}
         if self.training and dist.is_available() and dist.is_initialized():
-            group = self.process_group or dist.group.WORLD
+            group: Any = self.process_group or dist.group.WORLD
             if dist.get_world_size(group) > 1:
                 return batch_norm_of_ranks(input, *arguments, group=group, **others)
         return batch_norm(input, *arguments, **others)

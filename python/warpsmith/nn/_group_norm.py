@@ -48,6 +48,8 @@ class GroupNorm(nn.GroupNorm):
         activation: str | None = None,
     ) -> None:
         checks.sizes(_OWNER, 1, num_groups=num_groups, num_channels=num_channels)
+        if num_channels % num_groups:
+            checks.refuse(_OWNER, "num_groups", f"a divisor of {num_channels} channels", str(num_groups))
         checks.refuse_non_eps(_OWNER, eps)
         checks.flags(_OWNER, affine=affine, bias=bias)
         checks.one_of(_OWNER, "activation", activation, (None, "silu"))

@@ -78,18 +78,20 @@ def _backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     return dict(zip(("x", "weight", "bias"), found, strict=True))
 
 
+def _mean_of_groups(t: Tensor, num_groups: int) -> Tensor:
+    """The mean of each group of a sample, in the shape of t."""
+    grouped = t.unflatten(1, (num_groups, t.shape[1] // num_groups))
+    return grouped.mean(list(range(2, grouped.dim())), keepdim=True).expand_as(grouped).flatten(1, 2)
+
+
 def _plain_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     """In plain torch operations, in float32 or wider: differentiable in turn."""
-    wide = wide_dtype(saved.x)
+    wide, groups = wide_dtype(saved.x), saved.num_groups
     x, g = saved.x.to(wide), dy.to(wide)
     dims = [d for d in range(x.dim()) if d != 1]
 
-    def mean_of_groups(t: Tensor) -> Tensor:
-        grouped = t.unflatten(1, (saved.num_groups, t.shape[1] // saved.num_groups))
-        return grouped.mean(list(range(2, grouped.dim())), keepdim=True).expand_as(grouped).flatten(1, 2)
-
-    centered = x - mean_of_groups(x)
-    rstd = torch.rsqrt(mean_of_groups(centered.square()) + saved.eps)
+    centered = x - _mean_of_groups(x, groups)
+    rstd = torch.rsqrt(_mean_of_groups(centered.square(), groups) + saved.eps)
     x_hat = centered * rstd
     weight = 1.0 if saved.weight is None else channels(saved.weight.to(wide), x)
     if saved.silu:
@@ -102,14 +104,19 @@ def _plain_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     if wants.bias:
         grads["bias"] = g.sum(dims).to(saved.bias.dtype)
     g = g * weight
-    grads["x"] = ((g - mean_of_groups(g) - x_hat * mean_of_groups(g * x_hat)) * rstd).to(dy.dtype)
+    grads["x"] = ((g - _mean_of_groups(g, groups) - x_hat * _mean_of_groups(g * x_hat, groups)) * rstd).to(dy.dtype)
     return grads
 
 
 def _plain(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
-    from warpsmith.reference.group_norm import group_norm
-
-    return group_norm(x, num_groups, weight, bias, eps, activation="silu" if silu else None)
+    wide = wide_dtype(x)
+    centered = x.to(wide) - _mean_of_groups(x.to(wide), num_groups)
+    v = centered * torch.rsqrt(_mean_of_groups(centered.square(), num_groups) + eps)
+    if weight is not None:
+        v = v * channels(weight.to(wide), x)
+    if bias is not None:
+        v = v + channels(bias.to(wide), x)
+    return (torch.nn.functional.silu(v) if silu else v).to(x.dtype)
 
 
 function = differentiable(
