@@ -70,10 +70,22 @@ __device__ __forceinline__ void mbarrier_arrive_remote(Mbarrier* remote WARPSMIT
 #endif
 }
 
-// The same by the threads with `on`, on the barrier at this one's place in block `rank` of the cluster, without a
-// branch: ptxas takes a loop that ends with `if (lane == 0) arrive` as divergent. Orders nothing between blocks: it
-// says only that asynchronous reads of a buffer (wgmma, waited for) are over. mbarrier_arrive_remote() orders ordinary
-// accesses, by a fence of the whole device that takes 1,500 cycles.
+// mbarrier_arrive() by the threads with `on`, without a branch: ptxas takes a loop that ends with `if (lane == 0)
+// arrive` as divergent.
+__device__ __forceinline__ void mbarrier_arrive_if(bool on, Mbarrier* b WARPSMITH_SITE) {
+#ifdef WARPSMITH_SIM
+  if (on) sim::mbarrier_arrive(b, 1, 0, site);
+#else
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(
+                   detail::shared_address(b)),
+               "r"(static_cast<int>(on))
+               : "memory");
+#endif
+}
+
+// mbarrier_arrive_remote() likewise, on the barrier at this one's place in block `rank` of the cluster. Orders nothing
+// between blocks: it says only that asynchronous reads of a buffer (wgmma, waited for) are over.
+// mbarrier_arrive_remote() orders ordinary accesses, by a fence of the whole device that takes 1,500 cycles.
 __device__ __forceinline__ void mbarrier_arrive_cluster_if(bool on, Mbarrier* b, unsigned rank WARPSMITH_SITE) {
 #ifdef WARPSMITH_SIM
   if (on) sim::mbarrier_arrive_remote(sim::cluster_shared(b, rank, site), site);

@@ -91,4 +91,13 @@ __device__ __forceinline__ void store_vector(T* p, const Vector<T, N>& v WARPSMI
   store<cache>(reinterpret_cast<Vector<T, N>*>(p), v WARPSMITH_PASS_SITE);
 }
 
+// A hint: brings the bytes around p, in global memory, to the second-level cache. PTX ISA 9.7.9 "prefetch".
+__device__ __forceinline__ void prefetch_to_l2(const void* p) {
+#ifdef WARPSMITH_SIM
+  (void)p;
+#else
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+
 }  // namespace warpsmith::device

@@ -4,6 +4,7 @@
 #include <warpsmith/activation.h>
 #include <warpsmith/attention.h>
 #include <warpsmith/batch_norm.h>
+#include <warpsmith/group_norm.h>
 #include <warpsmith/cross_entropy.h>
 #include <warpsmith/image.h>
 #include <warpsmith/linear.h>
@@ -164,6 +165,8 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       "batch_norm(Tensor x, Tensor? running_mean, Tensor? running_var, Tensor? weight, Tensor? bias, Tensor? residual, "
       "bool training, bool relu) -> Tensor",
       exposed(&batch_norm));
+  m.def("group_norm(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, bool silu) -> Tensor",
+        exposed(&warpsmith::group_norm));
   m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", exposed(&warpsmith::rms_norm));
   m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", exposed(&warpsmith::layer_norm));
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float? eps, float weight_offset) -> (Tensor, Tensor)",

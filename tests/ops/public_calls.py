@@ -62,6 +62,7 @@ def arguments_of(name: str) -> dict:
         "dropout_add_layer_norm": of_norm | residual | bias | seed | {"p": 0.5},
         "dropout_add_rms_norm": of_norm | residual | seed | {"p": 0.5},
         "gated_linear": {"x": rows(), "gate_weight": make(CLASSES, WIDTH), "up_weight": make(CLASSES, WIDTH)},
+        "group_norm": of_norm | bias | {"num_groups": 1},
         "layer_norm": of_norm | bias,
         "linear": of_layer | {"activation": "silu", "residual": make(TOKENS, CLASSES)},
         "linear_cross_entropy": of_head,

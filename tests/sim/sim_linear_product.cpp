@@ -46,7 +46,7 @@ template <class T> struct Problem {
         up_bias(elements(1, n)),
         up_z(elements(m, n)),
         wide(elements(m, n)),
-        partials(elements((m + 15) / 16, n)),
+        partials(elements(partial_rows(m), n)),
         column_sums(elements(1, n)) {
     Random random(7);
     for (Buffer<T>* x : {&a, &b, &bias, &z, &up, &up_bias})
@@ -93,7 +93,7 @@ template <class T> struct Problem {
                          : e == Epilogue::derivative ? (x > 0 ? s : 0)
                          : e == Epilogue::wide       ? s + (p.add ? static_cast<double>(here % 5) : 0)
                                                      : s;
-        sums[static_cast<size_t>(i / 16 * p.columns + j)] += expected[here] = y;
+        sums[static_cast<size_t>((i / 128 * 3 + (i / 16 % 8 + j / 64 % 4) % 3) * p.columns + j)] += expected[here] = y;
         totals[static_cast<size_t>(j)] += y;
       }
     under_every_seed([&] {

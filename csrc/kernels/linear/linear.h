@@ -53,7 +53,7 @@ struct ProductParams {
   int64_t z_stride = 0;
   float* sums = nullptr;        // [plan.sums], where sums are split
   int* flags = nullptr;         // [plan.flags], zeros, likewise
-  float* partials = nullptr;    // [ceil(rows / 16), columns] of `derivative`: workspace of the column sums
+  float* partials = nullptr;    // [partial_rows(rows), columns] of `derivative`: workspace of the column sums
   void* column_sums = nullptr;  // [columns], dtype or float; null: not wanted
   Dtype column_sums_dtype = Dtype::float32;
   int64_t rows = 0, columns = 0, inner = 0;
@@ -61,6 +61,7 @@ struct ProductParams {
   ProductEpilogue epilogue = ProductEpilogue::store;
   LinearActivation activation = LinearActivation::none;
   bool add = false;           // `wide`
+  bool invariant = false;     // by our kernel wherever it can run: a row's bits then depend on its length alone
   float alpha = 1, beta = 0;  // `symmetric`
   int64_t batches = 1;        // likewise: matrices of a, b, z and out, so many elements apart
   int64_t a_apart = 0, b_apart = 0, z_apart = 0;

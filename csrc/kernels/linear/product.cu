@@ -47,7 +47,8 @@ bool is_aligned(const ProductParams& p) {
          rows_fit(p.z, p.z_stride, p.rows) && rows_fit(p.up, p.up_stride, p.columns) &&
          rows_fit(p.up_z, p.z_stride, p.rows) && rows_on_16_bytes(p.a, p.a_apart, p.batches, p.dtype) &&
          rows_on_16_bytes(p.b, p.b_apart, p.batches, p.dtype) && rows_on_16_bytes(p.z, p.z_apart, p.batches, p.dtype) &&
-         on_16_bytes(p.bias) && on_16_bytes(p.up_bias) && ((!p.bias && !p.up_bias) || p.columns % 8 == 0);
+         on_16_bytes(p.bias) && on_16_bytes(p.up_bias) &&
+         ((!p.bias && !p.up_bias && !hands_over(p.epilogue)) || p.columns % 8 == 0);
 }
 
 Status multiply(const ProductParams& p, const ProductKernel& kernel, void* stream) {
@@ -73,9 +74,10 @@ bool own_product_may_run() { return kHopperProducts && asked() != kNever; }
 Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
   ProductProblem problem{p.rows, p.columns, p.inner, p.layout, p.epilogue};
   const int how = asked();
-  problem.asked = !own_product_may_run() ? OwnProduct::never
-                  : how == kWhereItPays  ? OwnProduct::automatic
-                                         : OwnProduct::always;
+  problem.asked = p.invariant              ? OwnProduct::always
+                  : !own_product_may_run() ? OwnProduct::never
+                  : how == kWhereItPays    ? OwnProduct::automatic
+                                           : OwnProduct::always;
   problem.tile_rows = how > kWhereItPays ? how : 0;
   problem.batches = p.batches;
   if (problem.asked != OwnProduct::never) {
@@ -109,7 +111,7 @@ Status product_cuda(const ProductParams& p, const ProductPlan& plan, void* strea
   WARPSMITH_RETURN_IF_FAILED(multiply(p, *plan.kernel, stream));
   if (!p.column_sums) return {};
   return visit_cuda_dtype(p.column_sums_dtype, [&]<class W>() {
-    return tiles::launch_sum_partials<W>(p.partials, p.column_sums, ceil_div(p.rows, 16), p.columns, stream);
+    return tiles::launch_sum_partials<W>(p.partials, p.column_sums, partial_rows(p.rows), p.columns, stream);
   });
 }
 

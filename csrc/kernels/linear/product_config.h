@@ -19,13 +19,23 @@ enum class ProductEpilogue : uint8_t {
   store,       // out = sum + bias
   activate,    // z = sum + bias, kept or not; out = f(z), of the rounded z
   residual,    // out = (sum + bias) + z, of the rounded parenthesis
-  derivative,  // out = sum * f'(z), of the rounded sum; column sums of it, 16 rows each, if they are wanted
+  derivative,  // out = sum * f'(z), of the rounded sum; column sums of it, if they are wanted
   gated,       // two sums, of b and of up: z = sum + bias and up_z likewise, kept or not; out = f(z) * up_z, rounded z
   wide,        // out = sum or out += sum, in float32
   symmetric,   // out = alpha sum + beta z, of the rounded product; symmetric: tiles below the diagonal are mirrored
 };
 
+// Whether the warps beside the loader compute it, from sums that the consumers hand over.
+constexpr bool hands_over(ProductEpilogue e) {
+  return e == ProductEpilogue::activate || e == ProductEpilogue::residual || e == ProductEpilogue::derivative;
+}
+
 constexpr int kConsumerWarps = 8;  // of a block
+constexpr int kFinishers = 3;      // warps of a block, where panels are handed over
+
+// Partial sums of a column of `derivative`. A finisher adds 16 rows of each consumer warp whose panel it takes: row r
+// of column c is in sum r / 128 * 3 + (r / 16 % 8 + c / 64 % 4) % 3.
+constexpr int64_t partial_rows(int64_t rows) { return (rows + 127) / 128 * kFinishers; }
 
 struct ProductTile {
   int rows, columns, stages;          // of a block; stages of 64 k
@@ -34,9 +44,6 @@ struct ProductTile {
   constexpr int cluster() const { return cluster_rows * cluster_columns; }
   constexpr int stage_bytes() const { return (rows + columns) * 128; }
   constexpr int accumulators() const { return rows / 128 * columns / 2; }  // of a thread
-  // Of 384 threads with 168 registers at launch.
-  constexpr int producer_registers() const { return accumulators() > 128 ? 24 : 40; }
-  constexpr int consumer_registers() const { return accumulators() > 128 ? 240 : 232; }
   // With two staging buffers of 2 KiB for each warp.
   constexpr int shared_bytes() const { return stages * stage_bytes() + kConsumerWarps * 2 * 2048; }
   constexpr bool operator==(const ProductTile&) const = default;
@@ -55,7 +62,13 @@ struct ProductKernel {
   }
   constexpr bool gated() const { return epilogue == ProductEpilogue::gated; }
   constexpr bool symmetric() const { return epilogue == ProductEpilogue::symmetric; }
-  constexpr bool computes() const { return reads() || gated() || symmetric() || epilogue == ProductEpilogue::activate; }
+  constexpr bool computes() const { return gated() || symmetric() || hands_over(); }
+  constexpr bool hands_over() const { return warpsmith::hands_over(epilogue); }
+  // Of 384 threads with 168 registers at launch, all of which are given out: to the loader's warpgroup, with the
+  // finishers where panels are handed over, and to two of consumers.
+  constexpr int producer_registers() const { return hands_over() ? 88 : tile.accumulators() > 128 ? 24 : 40; }
+  constexpr int consumer_registers() const { return 252 - producer_registers() / 2; }
+  constexpr int panels() const { return tile.rows / 128 * tile.columns / 64; }  // 16 x 64 sums of a consumer's warp
   constexpr int columns() const { return gated() ? tile.columns / 2 : tile.columns; }  // of out in a tile
   constexpr bool takes_bias() const { return layout == ProductLayout::nt && !symmetric(); }
   constexpr bool operator==(const ProductKernel&) const = default;

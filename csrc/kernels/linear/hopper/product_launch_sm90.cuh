@@ -61,6 +61,7 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
   p.rows = static_cast<int>(x.rows);
   p.columns = static_cast<int>(x.columns);
   p.blocks = static_cast<int>(ceil_div(x.inner, kStageInner));
+  p.pace = ProductConsumer<T, kernel>::pace(p.blocks);
   p.unit_rows = static_cast<int>(ceil_div(x.rows, int64_t{tile.rows} * tile.cluster_rows));
   p.unit_columns = static_cast<int>(ceil_div(x.columns, int64_t{kernel.columns()} * tile.cluster_columns));
   const int64_t units =
@@ -71,6 +72,10 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
   p.beta = x.beta;
   p.bias = x.bias;
   p.up_bias = x.up_bias;
+  p.read = kernel.reads() ? x.z : nullptr;
+  p.written = x.out;
+  p.kept = kernel.reads() ? nullptr : x.z;
+  p.z_stride = x.z_stride;
   p.partials = x.partials;
   p.activation = x.activation;
   p.keep = x.z != nullptr;

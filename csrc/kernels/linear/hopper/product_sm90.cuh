@@ -3,6 +3,7 @@
 #include "device/programmatic_launch.h"
 #include "device/register_budget.h"
 #include "kernels/linear/hopper/product_sm90_consumer.cuh"
+#include "kernels/linear/hopper/product_sm90_finisher.cuh"
 
 // A product of 16-bit matrices on Hopper: TMA, wgmma, specialised warpgroups, clusters, persistent blocks.
 //
@@ -16,6 +17,9 @@
 //   warpgroups 1 and 2, the consumers: half of the tile's rows each. They never meet but before the last store. A
 //                finished tile is rounded in registers, which takes half the space, and stored 16 x 64 elements at a
 //                time while the products of the next tile run; each warp stages and stores for itself.
+//   the rest of warpgroup 0, the finishers of `activate`, `residual` and `derivative`: compute the epilogue of what
+//                consumers stage (product_sm90_finisher.cuh), so that no warp that multiplies waits for memory or
+//                special functions.
 namespace warpsmith::linear {
 
 // The loader, one thread.
@@ -108,7 +112,13 @@ template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1
       device::mbarrier_init(shared.full + i, 1);
       device::mbarrier_init(shared.empty + i, kConsumerWarps * kernel.tile.cluster());
     }
-    for (int i = 0; i < kConsumerWarps * kWarpBuffers; ++i) device::mbarrier_init(shared.input + i, 1);
+    if constexpr (kernel.computes()) {
+      for (int i = 0; i < kConsumerWarps * kernel.panels(); ++i) device::mbarrier_init(shared.panel_full + i, 1);
+      for (int i = 0; i < kConsumerWarps; ++i) {
+        device::mbarrier_init(shared.panel_empty + i, 1);
+        device::mbarrier_init(shared.z_full + i, 1);
+      }
+    }
     device::mbarrier_init(shared.bias_empty, kConsumerWarps);
     device::mbarrier_init_fence();
   }
@@ -124,11 +134,14 @@ template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1
   if constexpr (!kernel.splits) device::wait_for_previous_kernel();
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   if (warpgroup == 0) {
-    device::decrease_registers<kernel.tile.producer_registers()>();
+    device::decrease_registers<kernel.producer_registers()>();
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
     if (threadIdx.x == 0) load_stages<kernel>(p, maps, shared, begun);
+    if constexpr (kernel.hands_over())
+      if (warp > 0) ProductFinisher<T, kernel>(p, maps, shared, warp - 1).run();
     __syncwarp(0xffffffffu);
   } else {
-    device::increase_registers<kernel.tile.consumer_registers()>();
+    device::increase_registers<kernel.consumer_registers()>();
     ProductConsumer<T, kernel>(p, shared, maps, begun, warpgroup - 1).run();
     __syncwarp(0xffffffffu);
   }

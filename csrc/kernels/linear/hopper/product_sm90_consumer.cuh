@@ -1,4 +1,6 @@
 #pragma once
+#include <algorithm>
+
 #include "device/convert.h"
 #include "device/fence.h"
 #include "device/matrix_access.h"
@@ -6,24 +8,9 @@
 #include "device/vector.h"
 #include "device/wgmma.h"
 #include "kernels/linear/hopper/product_sm90_pipeline.cuh"
-#include "tiles/activation_math.cuh"
 
 // The consumer warpgroups of a Hopper product (product_sm90.cuh): sums and epilogues.
 namespace warpsmith::linear {
-
-// Calls use.template operator()<F>() with the function of an activation (common/activation_functions.h). The branch is
-// taken once for 8 values of a thread.
-template <class T, class Use> __device__ __forceinline__ void with_activation(LinearActivation activation, Use&& use) {
-  using Math = activation::DeviceMath<T>;
-  if (activation == LinearActivation::gelu_tanh)
-    use.template operator()<activation::GeluTanh<Math>>();
-  else if (activation == LinearActivation::gelu)
-    use.template operator()<activation::Gelu<Math>>();
-  else if (activation == LinearActivation::silu)
-    use.template operator()<activation::Silu<Math>>();
-  else
-    use.template operator()<activation::Relu<Math>>();
-}
 
 // A warpgroup owns half of the tile's rows: kBlocks blocks of 64, of which each warp has 16. A panel is 16 rows by 64
 // columns of a warp; its parts, of 16 columns, are 4 words of two elements a thread, in the order of wgmma.
@@ -33,16 +20,22 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   static constexpr int kBlocks = tile.rows / 128, kPanels = tile.columns / kPanelColumns;
   static constexpr int kTilePanels = kBlocks * kPanels, kPanelParts = 4, kPartWords = 4;
   static constexpr int kPanelWords = kPanelParts * kPartWords;
-  // A panel is stored in steps: prepared and sent; with arithmetic each part and sent. First of all `gated` sends both
-  // sums, and `symmetric` asks for z.
-  static constexpr bool kOpens = kernel.gated() || kernel.symmetric();
-  static constexpr int kPanelSteps = kernel.computes() ? kPanelParts + 1 + kOpens : 2;
+  // A panel is stored in steps: prepared and sent; or handed over; or, with arithmetic, each part and sent. First of
+  // all `gated` sends both sums, and `symmetric` asks for z.
+  static constexpr bool kOpens = kernel.computes() && !kernel.hands_over();
+  static constexpr int kPanelSteps = kOpens ? kPanelParts + 2 : kernel.hands_over() ? 1 : 2;
   static constexpr int kSteps = kPanelSteps * (kernel.gated() ? kTilePanels / 2 : kTilePanels);
-  static constexpr int kDue = kSteps + kernel.reads();  // while a tile is multiplied: z of its own comes last
-  static constexpr int kNothing = 1 << 20;              // behind the last step of any tile
+  static constexpr int kNothing = 1 << 20;  // behind the last step of any tile
   static constexpr device::Major kA = kernel.layout == ProductLayout::tn ? device::Major::mn : device::Major::k;
   static constexpr device::Major kB = kernel.layout == ProductLayout::nt ? device::Major::k : device::Major::mn;
+  // 2^-16 steps of an epilogue with arithmetic for each stage: at least one of `gated`, at most one where panels are
+  // handed over.
+  static constexpr int pace(int blocks) {
+    return kernel.hands_over() ? std::min(1 << 16, (kSteps << 16) / blocks)
+                               : std::max(1 << 16, ((kSteps << 16) + blocks - 1) / blocks);
+  }
   static_assert(kernel.defers() || !kernel.computes());
+  static_assert(!kernel.hands_over() || kTilePanels % 2 == 0, "the parity in pass_panel");
 
   const ProductArguments& p;
   const ProductShared<kernel>& shared;
@@ -55,10 +48,9 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   Ring<tile.stages> ring;
   float acc[kBlocks][tile.columns / 2];
   uint32_t finished[kernel.defers() ? kTilePanels * kPanelWords : kPanelWords];  // or a panel at a time
-  const int pace;             // 2^-16 steps of an epilogue with arithmetic for each stage: one, or more of a short sum
   TilePlace now{}, before{};  // this warp's first row and column of the tile in acc, and of the finished one
   int buffer = 0;
-  unsigned input_parity = 0;  // a bit a buffer
+  unsigned z_parity = 0;  // of `symmetric`
 
   __device__ __forceinline__ ProductConsumer(const ProductArguments& arguments, const ProductShared<kernel>& memory,
                                              const ProductMaps& tensors, int begun, int warpgroup)
@@ -71,8 +63,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         lane(threadIdx.x % 32),
         warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0) - 4),
         staging(memory.staging(warp)),
-        lane_offset(device::swizzled(Swizzle::bytes128, static_cast<uint32_t>(lane % 16 * kRowBytes + lane / 16 * 16))),
-        pace(max(1 << 16, ((kDue << 16) + arguments.blocks - 1) / arguments.blocks)) {}
+        lane_offset(
+            device::swizzled(Swizzle::bytes128, static_cast<uint32_t>(lane % 16 * kRowBytes + lane / 16 * 16))) {}
 
   // ---- products
 
@@ -153,16 +145,6 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   static __device__ __forceinline__ int panel_row(int panel) { return panel / kPanels * 64; }
   static __device__ __forceinline__ int panel_column(int panel) { return panel % kPanels * kPanelColumns; }
 
-  // Loads panel `panel` of z for the tile at `at` into its staging buffer, where its result will replace it.
-  __device__ __forceinline__ void fetch(int panel, const TilePlace& at) {
-    if (lane == 0) {
-      Mbarrier* full = shared.input + warp * kWarpBuffers + panel % kWarpBuffers;
-      device::mbarrier_arrive_expect(full, kBufferBytes);
-      device::tensor_load(staging + panel % kWarpBuffers * kBufferBytes, &maps.z, full,
-                          {at.column + panel_column(panel), at.row + panel_row(panel)});
-    }
-    __syncwarp(0xffffffffu);
-  }
   // `finished` begins with the panel that is being stored, its second half with that of up's sums: moves the others up.
   __device__ __forceinline__ void next_panel() {
     __syncwarp(0xffffffffu);  // or nvcc makes selections of it, for every step
@@ -173,69 +155,25 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       for (int i = 0; i < kWords - kPanelWords; ++i)
         finished[half * kWords + i] = finished[half * kWords + i + kPanelWords];
   }
-  // The words of one of `parts` equal parts of what lies at `from`.
-  template <int parts, int words>
+  // The words of one of `parts` parts of what lies at `from`, `apart` words apart.
+  template <int parts, int words, int apart = words>
   static __device__ __forceinline__ void choose(const uint32_t* from, int part, uint32_t (&w)[words]) {
 #pragma unroll
     for (int i = 0; i < parts; ++i)
       if (part == i) {
 #pragma unroll
-        for (int j = 0; j < words; ++j) w[j] = from[i * words + j];
+        for (int j = 0; j < words; ++j) w[j] = from[i * apart + j];
       }
   }
-  // Column sums of the 16 rows of a panel in a staging buffer.
-  __device__ __forceinline__ void store_sums(const unsigned char* from, int row, int first) {
-    float sum[2] = {};
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const uint32_t two = device::load(
-          reinterpret_cast<const uint32_t*>(from + device::swizzled(Swizzle::bytes128, i * kRowBytes + lane * 4)));
-      sum[0] += device::low_half<T>(two);
-      sum[1] += device::high_half<T>(two);
-    }
-    const int column = first + 2 * lane;
-    if (row < p.rows && column < p.columns)  // an even number of columns: rows lie on 16 bytes
-      device::store_vector(p.partials + int64_t{row / 16} * p.columns + column,
-                           device::Vector<float, 2>{sum[0], sum[1]});
-  }
-
   // Computes a part of a panel: 16 columns of 16 rows, from rounded sums.
-  __device__ __forceinline__ void compute_part(int panel, int part) {
+  __device__ __forceinline__ void compute_part(int part) {
     uint32_t w[kPartWords];
     choose<kPanelParts>(finished, part, w);
-    if constexpr (kernel.reads()) {
-      const int which = panel % kWarpBuffers;
-      unsigned char* const at = staging + which * kBufferBytes;
-      if (part == 0) {
-        device::mbarrier_wait(shared.input + warp * kWarpBuffers + which, input_parity >> which & 1);
-        input_parity ^= 1u << which;
-      }
-      uint32_t x[kPartWords];
-      device::load_matrix(x, at + (lane_offset ^ part * 32));
-      if constexpr (kEpilogue == ProductEpilogue::residual) {
-#pragma unroll
-        for (int i = 0; i < kPartWords; ++i)
-          w[i] = device::pack<T>(device::low_half<T>(w[i]) + device::low_half<T>(x[i]),
-                                 device::high_half<T>(w[i]) + device::high_half<T>(x[i]));
-      } else {
-        with_activation<T>(p.activation, [&]<class F>() {
-#pragma unroll
-          for (int i = 0; i < kPartWords; ++i)
-            w[i] = device::pack<T>(F(device::low_half<T>(x[i])).times_derivative(device::low_half<T>(w[i])),
-                                   F(device::high_half<T>(x[i])).times_derivative(device::high_half<T>(w[i])));
-        });
-      }
-      __syncwarp(0xffffffffu);
-      stage(at, part, w);
-      if (part == 1 && panel > 0 && panel - 1 + kWarpBuffers < kTilePanels) {  // the next panel, where the last one was
-        wait_for_stores();
-        fetch(panel - 1 + kWarpBuffers, before);
-      }
-    } else if constexpr (kernel.symmetric()) {
+    if constexpr (kernel.symmetric()) {
       if (p.add) {
         if (part == 0) {
-          device::mbarrier_wait(shared.input + warp * kWarpBuffers, input_parity);
-          input_parity ^= 1;
+          device::mbarrier_wait(shared.z_full + warp, z_parity);
+          z_parity ^= 1;
         }
         uint32_t x[kPartWords];
         device::load_matrix(x, staging + (lane_offset ^ part * 32));
@@ -255,17 +193,12 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     } else {
       if (part == 0) wait_for_stores();
       uint32_t up[kPartWords];
-      if constexpr (kernel.gated())
-        choose<kPanelParts>(finished + kTilePanels / 2 * kPanelWords, part, up);
-      else
-        stage(staging, part, w);
+      choose<kPanelParts>(finished + kTilePanels / 2 * kPanelWords, part, up);
       with_activation<T>(p.activation, [&]<class F>() {
 #pragma unroll
-        for (int i = 0; i < kPartWords; ++i) {
-          float low = F(device::low_half<T>(w[i])).value(), high = F(device::high_half<T>(w[i])).value();
-          if constexpr (kernel.gated()) low *= device::low_half<T>(up[i]), high *= device::high_half<T>(up[i]);
-          w[i] = device::pack<T>(low, high);
-        }
+        for (int i = 0; i < kPartWords; ++i)
+          w[i] = device::pack<T>(F(device::low_half<T>(w[i])).value() * device::low_half<T>(up[i]),
+                                 F(device::high_half<T>(w[i])).value() * device::high_half<T>(up[i]));
       });
       stage(staging + kBufferBytes, part, w);
     }
@@ -274,7 +207,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   __device__ __forceinline__ void ask_for_panel(int panel) {
     wait_for_stores();
     if (p.add && lane == 0) {
-      Mbarrier* full = shared.input + warp * kWarpBuffers;
+      Mbarrier* full = shared.z_full + warp;
       device::mbarrier_arrive_expect(full, kBufferBytes);
       device::tensor_load(staging, &maps.z, full,
                           {before.column + panel_column(panel), before.row + panel_row(panel), before.batch});
@@ -299,19 +232,26 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   // Stores a panel whose parts are computed.
   __device__ __forceinline__ void send_computed(int panel) {
     const int row = before.row + panel_row(panel), column = before.column + panel_column(panel);
-    unsigned char* const result = staging + (kernel.reads() ? panel % kWarpBuffers : 1) * kBufferBytes;
-    if constexpr (kernel.symmetric()) {
+    unsigned char* const second = staging + kBufferBytes;
+    if constexpr (kernel.symmetric())
       send([&] {
         device::tensor_store(out, staging, {column, row, before.batch});
-        if (is_mirrored()) device::tensor_store(&maps.up_z, result, {row, column, before.batch});
+        if (is_mirrored()) device::tensor_store(&maps.up_z, second, {row, column, before.batch});
       });
-      return;
+    else
+      send([&] { device::tensor_store(out, second, {column, row}); });
+  }
+  // Hands a panel over to the warps that finish it.
+  __device__ __forceinline__ void pass_panel(int panel) {
+    device::mbarrier_wait(shared.panel_empty + warp, (panel & 1) ^ 1);
+#pragma unroll
+    for (int part = 0; part < kPanelParts; ++part) {
+      uint32_t w[kPartWords];
+      choose<kTilePanels, kPartWords, kPanelWords>(finished + part * kPartWords, panel, w);
+      stage(staging, part, w);
     }
-    send([&] {
-      if (kEpilogue == ProductEpilogue::activate && p.keep) device::tensor_store(&maps.z, staging, {column, row});
-      device::tensor_store(out, result, {column, row});
-    });
-    if (kEpilogue == ProductEpilogue::derivative && p.partials != nullptr) store_sums(result, row, column);
+    __syncwarp(0xffffffffu);
+    device::mbarrier_arrive_if(lane == 0, shared.panel_full + panel * kConsumerWarps + warp);
   }
   // A panel of an epilogue without arithmetic, in two steps, each of which ends before the products of a stage do.
   __device__ __forceinline__ void prepare_panel(const uint32_t* w) {
@@ -332,19 +272,19 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     if constexpr (kernel.defers()) {
       if (step >= kSteps) return;
       const int panel = step / kPanelSteps, turn = step % kPanelSteps;
-      if constexpr (kernel.computes()) {
-        if (kernel.reads() && turn == 0 && panel > 0) next_panel();  // here or below: where ptxas needs fewer copies
-        if (kOpens && turn == 0) {
-          if constexpr (kernel.symmetric())
-            ask_for_panel(panel);
-          else
-            keep_panel(panel);
-        } else if (turn == kPanelSteps - 1) {
+      if constexpr (kernel.hands_over()) {
+        pass_panel(panel);
+      } else if constexpr (kOpens) {
+        if (turn > 0 && turn < kPanelSteps - 1) {
+          compute_part(turn - 1);
+        } else if (turn > 0) {
           send_computed(panel);
+        } else if constexpr (kernel.symmetric()) {
+          ask_for_panel(panel);
         } else {
-          compute_part(panel, turn - kOpens);
+          keep_panel(panel);
         }
-        if (!kernel.reads() && turn == kPanelSteps - 1) next_panel();
+        if (turn == kPanelSteps - 1) next_panel();
       } else if (turn == 0) {
         uint32_t w[kPanelWords];
         choose<kTilePanels>(finished, panel, w);
@@ -355,17 +295,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     }
   }
   // The steps of the finished tile that are due while the products of stage `block` run.
-  __device__ __forceinline__ void store_steps(int& step, int block, int unit) {
-    for (; step < kDue && step < (block + 1) * pace >> 16; ++step) {
-      if (kernel.reads() && step == kSteps) {
-        wait_for_stores();
-        place_now(unit);
-#pragma unroll
-        for (int i = 0; i < kWarpBuffers; ++i) fetch(i, now);
-      } else {
-        store_step(step);
-      }
-    }
+  __device__ __forceinline__ void store_steps(int& step, int block) {
+    for (; step < kSteps && step < (block + 1) * p.pace >> 16; ++step) store_step(step);
   }
   __device__ __forceinline__ void place_now(int unit) {
     now = place.tile(unit);
@@ -518,8 +449,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
 
   __device__ __forceinline__ void run() {
     ProductShares<kernel.splits> shares(p, place.cluster, place.clusters);
-    int skip = kNothing;                            // `finished` holds nothing yet
-    int step = kernel.reads() ? kSteps : kNothing;  // of an epilogue with arithmetic
+    int skip = kNothing;  // `finished` holds nothing yet
+    int step = kNothing;  // of an epilogue with arithmetic
     for (;;) {
       Share share{0, 0, p.blocks, 0};
       bool more = shares.next(&share);
@@ -534,23 +465,27 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       for (int block = 0; block < blocks; ++block) {
         device::mbarrier_wait(shared.full + ring.stage, ring.parity);
         multiply(ring.stage, block > 0);
-        if constexpr (kernel.computes()) store_steps(step, block, share.unit);  // with two groups in flight
+        if constexpr (kOpens) store_steps(step, block);  // with two groups in flight
         device::wgmma_wait<1>();
         if (block > 0) release(previous);
         previous = ring.stage;
         ring.next();
-        if constexpr (!kernel.computes()) store_step(skip + block);
+        if constexpr (kernel.hands_over()) {
+          if (block == 0 || (block - 1) * p.pace >> 16 < block * p.pace >> 16)
+            store_step(skip + (block * p.pace >> 16));
+        } else if constexpr (!kOpens) {
+          store_step(skip + block);
+        }
       }
-      if constexpr (kernel.computes()) {
-        if (!more)
-          for (; step < kSteps; ++step) store_step(step);
-      } else if (kernel.defers() && !more) {
+      if constexpr (kOpens) {
+        for (; step < kSteps; ++step) store_step(step);
+      } else if (kernel.defers() && !kernel.hands_over() && !more) {
         if constexpr (kernel.defers())
           if (skip == 0) store_last_tile();
       } else {
         for (int part = blocks; skip + part < kSteps; ++part) store_step(skip + part);  // of a short sum
       }
-      if (!kernel.reads() && more) place_now(share.unit);
+      if (more) place_now(share.unit);
       device::wgmma_wait<0>();
       if (!more) break;
       release(previous);

@@ -7,6 +7,7 @@
 #include "device/tensor_copy.h"
 #include "kernels/linear/linear_config.h"
 #include "kernels/linear/product_config.h"
+#include "tiles/activation_math.cuh"
 
 // What the warpgroups of a Hopper product share (product_sm90.cuh): arguments, memory and barriers, the order of tiles.
 namespace warpsmith::linear {
@@ -20,7 +21,7 @@ constexpr int kStageInner = 64;    // k of a stage
 constexpr int kPanelColumns = 64;  // 16-bit columns of a swizzled row
 constexpr int kRowBytes = 128;     // of a swizzled row
 constexpr int kPanelBytes = kStageInner * kRowBytes;
-constexpr int kWarpBuffers = 2, kBufferBytes = 16 * kRowBytes;  // in which a warp stages 16 rows for their store
+constexpr int kWarpBuffers = 2, kBufferBytes = 16 * kRowBytes;  // in which a warp stages 16 rows
 constexpr int kBandUnits = 8;
 
 struct ProductMaps {
@@ -32,15 +33,19 @@ struct ProductMaps {
 struct ProductArguments {
   int rows, columns;
   int blocks;     // stages of a sum
+  int pace;       // ProductConsumer::pace
   int unit_rows;  // cluster tiles along each side
   int unit_columns;
   int units, whole;            // of them, and how many are computed whole; the sums of the others are split
   const void *bias, *up_bias;  // [columns], T; null: none. The second: of `gated`
-  float* partials;             // [ceil(rows / 16), columns]: column sums of `derivative`; null: not wanted
-  float* sums;                 // where sums are split: a tile for each share of a block
-  int* flags;  // likewise: the number of clusters that have begun, then a flag for each warp of each share
+  const void* read;            // `residual`, `derivative`: z; `activate`: null
+  void *written, *kept;        // out and, of `activate`, z or null; where the consumers hand their sums over
+  int64_t z_stride;
+  float* partials;  // [partial_rows(rows), columns]: column sums of `derivative`; null: not wanted
+  float* sums;      // where sums are split: a tile for each share of a block
+  int* flags;       // likewise: the number of clusters that have begun, then a flag for each warp of each share
   LinearActivation activation;
-  bool keep;          // z of `activate`, with up_z of `gated`
+  bool keep;          // z and up_z of `gated`
   bool add;           // `wide`: out is added to; `symmetric`: beta z is added
   float alpha, beta;  // of `symmetric`
 
@@ -52,20 +57,30 @@ struct ProductArguments {
 // One variable, so that one register holds the address of everything in it.
 template <ProductKernel kernel> struct ProductState {
   Mbarrier full[kernel.tile.stages], empty[kernel.tile.stages];
-  Mbarrier input[kConsumerWarps * kWarpBuffers], bias_empty[1];
+  // Of the panel that a consumer warp hands over (full: one for each panel of a tile), and of z for it.
+  Mbarrier panel_full[kConsumerWarps * kernel.panels()], panel_empty[kConsumerWarps], z_full[kConsumerWarps];
+  Mbarrier bias_empty[1];
   int begun;  // clusters before this one, where sums are split
   alignas(16) unsigned char bias[kernel.tile.columns * 2];
 };
 
 template <ProductKernel kernel> struct ProductShared {
   unsigned char* memory;
-  Mbarrier *full, *empty, *input, *bias_empty;
+  Mbarrier *full, *empty, *panel_full, *panel_empty, *z_full, *bias_empty;
   unsigned char* bias;
 
   __device__ __forceinline__ ProductShared(unsigned char* dynamic, ProductState<kernel>* s)
-      : memory(dynamic), full(s->full), empty(s->empty), input(s->input), bias_empty(s->bias_empty), bias(s->bias) {}
+      : memory(dynamic),
+        full(s->full),
+        empty(s->empty),
+        panel_full(s->panel_full),
+        panel_empty(s->panel_empty),
+        z_full(s->z_full),
+        bias_empty(s->bias_empty),
+        bias(s->bias) {}
   __device__ __forceinline__ unsigned char* a(int stage) const { return memory + stage * kernel.tile.stage_bytes(); }
   __device__ __forceinline__ unsigned char* b(int stage) const { return a(stage) + kernel.tile.rows * kRowBytes; }
+  // Of a consumer warp. Where panels are handed over, the first buffer is for them, and the second one for z.
   __device__ __forceinline__ unsigned char* staging(int warp) const {
     return a(kernel.tile.stages) + warp * kWarpBuffers * kBufferBytes;
   }
@@ -157,6 +172,19 @@ template <bool splits> struct ProductShares {
     return part < over && cut(part) < first + rest ? clusters + part + u - over : -1;
   }
 };
+
+// Calls use.template operator()<F>() with the function of an activation (common/activation_functions.h).
+template <class T, class Use> __device__ __forceinline__ void with_activation(LinearActivation activation, Use&& use) {
+  using Math = activation::DeviceMath<T>;
+  if (activation == LinearActivation::gelu_tanh)
+    use.template operator()<activation::GeluTanh<Math>>();
+  else if (activation == LinearActivation::gelu)
+    use.template operator()<activation::Gelu<Math>>();
+  else if (activation == LinearActivation::silu)
+    use.template operator()<activation::Silu<Math>>();
+  else
+    use.template operator()<activation::Relu<Math>>();
+}
 
 struct TilePlace {
   int row, column;  // of the block's first element
