@@ -42,7 +42,7 @@ WRONG = {
         "one number": 3.0,
         "two": (1.0, 2.0),
         "a dict": {},
-        **{f"({name}, 0, 0)": (value, 0.0, 0.0) for name, value in {**TENSORS, **NO_DOUBLE, **TRUE, **NOT_FINITE}.items()},
+        **{f"({n}, 0, 0)": (v, 0.0, 0.0) for n, v in {**TENSORS, **NO_DOUBLE, **TRUE, **NOT_FINITE}.items()},
     },
     "Tensor": {**NO_SCALARS, "True": True, "1": 1, "0.5": 0.5, "a tuple": (4,), "None": None},
     "Fp8Tensor": {**TENSORS, **NO_SCALARS, **TRUE, "1": 1, "a tuple": (4,), "None": None},
