@@ -20,7 +20,8 @@ OPS = sorted(row.name for row in families.rows())
 HEADS = {"``q`` and ``k``": lambda case: case.shape[-2] + case.options.get("k_heads", max(1, case.shape[-2] // 2))}
 FAMILY = {row.name: row.family for row in families.rows()}
 # Bound by products of matrices, not by memory: their docstrings name no bytes.
-IN_BYTES = {row.name for row in families.rows("QUANTIZE")}  # results are of another width: the law's floor counts bytes
+# Results are of another width: the law's floor counts bytes.
+IN_BYTES = {row.name for row in families.rows("QUANTIZE", "IMAGE")}
 COMPUTE_BOUND = {row.name for row in families.rows("ATTENTION", "LINEAR", "LINEAR_LOSS")}
 
 

@@ -37,6 +37,13 @@ WRONG = {
         **{f"({name}, 0)": (value, 0) for name, value in {**TENSORS, **NO_INT64, **TRUE, **NOT_FINITE}.items()},
         **{f"(0, {name})": (0, value) for name, value in NO_INT64.items()},
     },
+    "Sequence[float]": {
+        "a str": "abc",
+        "one number": 3.0,
+        "two": (1.0, 2.0),
+        "a dict": {},
+        **{f"({n}, 0, 0)": (v, 0.0, 0.0) for n, v in {**TENSORS, **NO_DOUBLE, **TRUE, **NOT_FINITE}.items()},
+    },
     "Tensor": {**NO_SCALARS, "True": True, "1": 1, "0.5": 0.5, "a tuple": (4,), "None": None},
     "Fp8Tensor": {**TENSORS, **NO_SCALARS, **TRUE, "1": 1, "a tuple": (4,), "None": None},
     "Fp8State": {**TENSORS, **NO_SCALARS, **TRUE, "1": 1},

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-import warpsmith.ops
 from warpsmith._core.modules import is_untouched, stock
 from warpsmith.integrations._modules import Forward, Part, StandIn
 from warpsmith.nn._dispatch import HALVES, reason_for_torch_layer_norm
 from warpsmith.ops.batch_norm import batch_norm
+from warpsmith.ops.group_norm import group_norm
 
-_group_norm: Any = getattr(warpsmith.ops, "group_norm", None)
-HAS_GROUP_NORM = _group_norm is not None
 _ACTS = {"relu": torch.relu, "silu": nn.functional.silu}
 _MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
 
@@ -33,7 +31,11 @@ def _fits(norm: Any, x: Tensor, residual: Tensor | None, mean: Tensor | None = N
     """Whether an op of ours takes tensors, and is the better for it: NCHW would be copied."""
     if forward_ad._current_level >= 0 or torch.overrides.has_torch_function((x, residual)):
         return False
-    if x.dim() != 4 or not x.numel() or not x.is_contiguous(memory_format=torch.channels_last):
+    if x.dim() == 4:
+        adjacent = x.is_contiguous(memory_format=torch.channels_last)
+    else:  # pixels in a row, as attention has them
+        adjacent = x.dim() == 3 and x.transpose(1, 2).is_contiguous()
+    if not adjacent or not x.numel():
         return False
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         return False
@@ -66,13 +68,12 @@ def _ours(norm: Any, x: Tensor, residual: Tensor | None, act: str | None) -> Ten
     cls = stock(type(norm))
     if cls is nn.BatchNorm2d and act in (None, "relu"):
         mean = norm._buffers["running_mean"]
-        if _fits(norm, x, residual, mean) and x.shape[1] == norm.num_features:
+        if x.dim() == 4 and _fits(norm, x, residual, mean) and x.shape[1] == norm.num_features:
             if x.numel() > x.shape[1] or mean is not None and not norm.training:
                 return _normalized(norm, x, residual, act)
-    elif cls is nn.GroupNorm and HAS_GROUP_NORM and act in (None, "silu") and residual is None:
+    elif cls is nn.GroupNorm and act in (None, "silu") and residual is None:
         if _fits(norm, x, None) and x.shape[1] == norm.num_channels:
-            found: Tensor = _group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, activation=act)
-            return found
+            return group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, activation=act)
     return None
 
 
@@ -191,5 +192,5 @@ _GROUP_NORMS = Part("", "warpsmith.group_norm with silu", _activating)
 
 
 def block_of_diffusers(cls: type) -> Part | None:
-    known = HAS_GROUP_NORM and cls.__module__.startswith(_OF_BLOCKS) and cls.__name__ in _BLOCKS
+    known = cls.__module__.startswith(_OF_BLOCKS) and cls.__name__ in _BLOCKS
     return _GROUP_NORMS if known else None

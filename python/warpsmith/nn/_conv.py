@@ -59,7 +59,7 @@ class ConvBNReLU(nn.Sequential):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        owner, where = "ConvBNReLU", {"device": device, "dtype": dtype}
+        owner, where = "ConvBNReLU", dict[str, Any](device=device, dtype=dtype)
         checks.sizes(owner, 1, in_channels=in_channels, out_channels=out_channels, groups=groups)
         checks.refuse_non_eps(owner, eps)
         if momentum is not None:
@@ -75,7 +75,7 @@ class ConvBNReLU(nn.Sequential):
             checks.refuse(owner, "groups", "a divisor of both numbers of channels", str(groups))
         given: Any = (in_channels, out_channels, kernel, step, around, apart, groups, bias)
         super().__init__(
-            nn.Conv2d(*given, **where),  # type: ignore[arg-type]
+            nn.Conv2d(*given, **where),
             BatchNorm2d(out_channels, eps, momentum, activation=activation, **where),
         )
 
