@@ -27,6 +27,7 @@ NAMES = {"function", "function, module"}
 TITLES = {
     "norm": "norms, alone or with residual sum and dropout",
     "batch_norm": "batch norm in NHWC, with residual and ReLU",
+    "group_norm": "group norm in NHWC, with SiLU",
     "rope": "rotary embedding, alone or with norms of the heads",
     "attention": "attention, batched or packed",
     "activation": "activations: gated, behind a bias, dropout and sum",
@@ -34,6 +35,7 @@ TITLES = {
     "linear": "linear layers: activation, residual, MLP",
     "linear_loss": "language-model head with loss or log-probabilities",
     "quantize": "8-bit floats with scales, and back",
+    "image": "bytes of images to normalised numbers",
     "optim": "optimizer, one launch for all parameters",
 }
 

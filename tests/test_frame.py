@@ -58,7 +58,12 @@ def defaults(function):
 
 def test_one_rule_of_defaults():
     """Torch's: ``eps`` None for an RMS norm and 1e-5 for other norms, ``approximate="none"``, ``p=0.5``."""
-    rule = {**dict.fromkeys(RMS_NORMS, None), **dict.fromkeys(LAYER_NORMS, 1e-5), "batch_norm": 1e-5}
+    rule = {
+        **dict.fromkeys(RMS_NORMS, None),
+        **dict.fromkeys(LAYER_NORMS, 1e-5),
+        "batch_norm": 1e-5,
+        "group_norm": 1e-5,
+    }
     for name in warpsmith.ops.__all__:
         if inspect.isfunction(getattr(warpsmith, name)) and name != "adamw":
             found = defaults(getattr(warpsmith, name))

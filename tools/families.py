@@ -11,7 +11,9 @@ from typing import NamedTuple
 from warpsmith import _C
 
 # The order of tables; families that are not named follow by name.
-ORDER = tuple("norm batch_norm rope attention activation linear cross_entropy linear_loss quantize optim".split())
+ORDER = tuple(
+    "norm batch_norm group_norm rope attention activation linear cross_entropy linear_loss quantize optim".split()
+)
 
 
 class OpRow(NamedTuple):

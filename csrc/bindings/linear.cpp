@@ -69,7 +69,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> five_of_nothing(const char* o
 // relu, whose derivative y tells too unless a residual is added.
 std::tuple<Tensor, Tensor> linear(const Tensor& x_any, const OptionalTensor& residual_any, const Tensor& weight,
                                   const OptionalTensor& bias, const OptionalTensor& main_grad, int64_t number,
-                                  bool keep) {
+                                  bool keep, bool invariant) {
   const char* op = name(LinearOp::linear);
   const Dtype dtype = check_x(op, x_any);
   const Layer layer = check_layer(op, x_any, dtype, last(x_any), "weight", weight, "bias", bias);
@@ -80,31 +80,32 @@ std::tuple<Tensor, Tensor> linear(const Tensor& x_any, const OptionalTensor& res
   const bool keeps = keep && !plain && (activation != LinearActivation::relu || residual_any);
 
   const OnDeviceOf device(x_any);
-  const Tensor x = rows_of(op, "x", x_any);
+  const Tensor x = invariant ? adjacent_rows(op, "x", x_any) : rows_of(op, "x", x_any);
   const New y(op, "y", x_any, layer.out);
   std::optional<New> z;
   if (keeps) z.emplace(op, "pre-activation", x_any, layer.out);
   OptionalTensor residual;
   if (residual_any) residual = adjacent_rows(op, "residual", *residual_any);
-  if (residual && plain && project_with_residual(op, layer, x, y.rows, *residual)) {
+  if (residual && plain && project_with_residual(op, layer, x, y.rows, *residual, invariant)) {
     // in one product
   } else if (residual && plain && !bias) {
     project(op, layer, x, y.rows, residual);
   } else {
-    project_and_activate(op, layer, activation, x, y.rows, z ? OptionalTensor(z->rows) : std::nullopt, dtype);
+    project_and_activate(op, layer, activation, x, y.rows, z ? OptionalTensor(z->rows) : std::nullopt, dtype,
+                         invariant);
     if (residual) add_residual(op, y.rows, *residual, dtype);
   }
   return {y.any, z ? z->any : nothing_like(op, x_any)};
 }
 
 std::tuple<Tensor, Tensor> linear_forward(Tensor x, OptionalTensor residual, Tensor weight, OptionalTensor bias,
-                                          OptionalTensor main_grad, int64_t activation) {
-  return linear(x, residual, weight, bias, main_grad, activation, true);
+                                          OptionalTensor main_grad, int64_t activation, bool batch_invariant) {
+  return linear(x, residual, weight, bias, main_grad, activation, true, batch_invariant);
 }
 
 Tensor linear_inference(Tensor x, OptionalTensor residual, Tensor weight, OptionalTensor bias, OptionalTensor main_grad,
-                        int64_t activation) {
-  return std::get<0>(linear(x, residual, weight, bias, main_grad, activation, false));
+                        int64_t activation, bool batch_invariant) {
+  return std::get<0>(linear(x, residual, weight, bias, main_grad, activation, false, batch_invariant));
 }
 
 // z: what the forward kept, or for relu its output.
@@ -112,7 +113,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_into(const char* op, const Te
                                                         const OptionalTensor& x_any, const Tensor& weight,
                                                         const OptionalTensor& bias, const Tensor& z_any,
                                                         const OptionalTensor& main_grad, int64_t number, bool wide,
-                                                        bool want_dx, bool want_dweight, bool want_dbias) {
+                                                        bool want_dx, bool want_dweight, bool want_dbias,
+                                                        bool invariant) {
   const Dtype dtype = check_dy(op, dy_any);
   check_dtype(op, "weight", weight, dtype);
   if (weight.dim() != 2 || weight.size(0) != last(dy_any))
@@ -145,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_into(const char* op, const Te
   Tensor dx = nothing_like(op, dy_any), dweight = nothing_like(op, dy_any);
   if (want_dx) {
     const New to(op, "gradient of x", dy_any, layer.in);
-    input_gradient(op, dz, layer, to.rows);
+    input_gradient(op, dz, layer, to.rows, /*add=*/false, invariant);
     dx = to.any;
   }
   if (want_dweight) {
@@ -168,17 +170,18 @@ bool is_wide(const char* op, std::optional<ScalarType> dweight_dtype, const Tens
 std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor dy, OptionalTensor x, Tensor weight, OptionalTensor bias,
                                                    Tensor z, int64_t activation,
                                                    std::optional<ScalarType> dweight_dtype, bool want_dx,
-                                                   bool want_dweight, bool want_dbias) {
+                                                   bool want_dweight, bool want_dbias, bool batch_invariant) {
   const char* op = backward_name(LinearOp::linear);
   return linear_backward_into(op, dy, x, weight, bias, z, std::nullopt, activation, is_wide(op, dweight_dtype, weight),
-                              want_dx, want_dweight, want_dbias);
+                              want_dx, want_dweight, want_dbias, batch_invariant);
 }
 
 std::tuple<Tensor, Tensor> linear_backward_main_grad(Tensor dy, Tensor x, Tensor weight, OptionalTensor bias, Tensor z,
                                                      Tensor main_grad, int64_t activation, bool want_dx,
-                                                     bool want_dbias) {
-  const auto [dx, dweight, dbias] = linear_backward_into(backward_name(LinearOp::linear), dy, x, weight, bias, z,
-                                                         main_grad, activation, false, want_dx, true, want_dbias);
+                                                     bool want_dbias, bool batch_invariant) {
+  const auto [dx, dweight, dbias] =
+      linear_backward_into(backward_name(LinearOp::linear), dy, x, weight, bias, z, main_grad, activation, false,
+                           want_dx, true, want_dbias, batch_invariant);
   return {dx, dbias};
 }
 
@@ -434,15 +437,17 @@ WARPSMITH_SCHEMAS(m) {
     for (const char* form : {"", "_forward"}) m.def((op + form + "(" + inputs + ") -> (Tensor y" + kept + ")").c_str());
   };
   const std::string linear_inputs =
-      "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? main_grad, int activation";
+      "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? main_grad, int activation, "
+      "bool batch_invariant=False";
   def("linear", linear_inputs, ", Tensor z");
   m.def(("linear_inference(" + linear_inputs + ") -> Tensor y").c_str());
   m.def(
       "linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor? bias, Tensor z, int activation, ScalarType? "
-      "dweight_dtype, bool want_dx, bool want_dweight, bool want_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+      "dweight_dtype, bool want_dx, bool want_dweight, bool want_dbias, bool batch_invariant=False) -> (Tensor dx, "
+      "Tensor dweight, Tensor dbias)");
   m.def(
       "linear_backward_main_grad(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor z, Tensor(a!) main_grad, int "
-      "activation, bool want_dx, bool want_dbias) -> (Tensor dx, Tensor dbias)");
+      "activation, bool want_dx, bool want_dbias, bool batch_invariant=False) -> (Tensor dx, Tensor dbias)");
 
   const std::string mlp_inputs = "Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int activation";
   def("mlp", mlp_inputs, ", Tensor z, Tensor h");

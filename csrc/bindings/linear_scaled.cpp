@@ -320,10 +320,9 @@ Tensor filled_up(const char* op, const Tensor& t) {
   return all;
 }
 
-// Counts that a CPU loop will not write.
 Tensor no_counts(const char* op, const Tensor& like) {
-  Tensor counts = zeros(op, "counts", 2, aoti_torch_dtype_int64(), like);
-  if (!runs_kernels(like)) torch::stable::zero_(counts);
+  Tensor counts = allocate_vector(op, "counts", 2, aoti_torch_dtype_int64(), like);
+  torch::stable::zero_(counts);
   return counts;
 }
 

@@ -47,13 +47,6 @@ std::vector<int64_t> scale_shape(Fp8Scaling scaling, std::vector<int64_t> shape,
   return {};
 }
 
-// A vector of one element as a tensor without dimensions.
-Tensor scalar_of(const Tensor& one) {
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(one.get(), 0, nullptr, nullptr, 0, &handle));
-  return Tensor(handle);
-}
-
 }  // namespace
 
 Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, const CastOptions& o) {
@@ -90,9 +83,9 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
   if (!given && transposed_wanted && !one)
     casts.transposed_scale = allocate_of("transposed_scale", turned_scales, real, x_any);
   const OnDeviceOf device(x_any);
-  if (o.counts) casts.counts = zeros(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
+  if (o.counts) casts.counts = allocate_vector(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
   if (o.column_sums) casts.sums = allocate_vector(kQuantize, "column_sums", x.columns, real, x_any);
-  if (o.amax) casts.amax = scalar_of(zeros(kQuantize, "amax", 1, real, x_any));
+  if (o.amax) casts.amax = allocate_scalar(kQuantize, "amax", real, x_any);
 
   // Not null where there is nothing to write: an output without elements is wanted all the same.
   const auto address = [](const std::optional<Tensor>& t) -> void* {
@@ -127,7 +120,7 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
       kQuantize, x_any,
       [&](void* stream) {
         if (const int64_t elems = quantize_maxima_elems(p)) {
-          maxima = zeros(kQuantize, "largest magnitudes", elems, real, x_any);
+          maxima = zeros(kQuantize, "largest magnitudes", elems, x_any);
           p.maxima = static_cast<float*>(maxima->mutable_data_ptr());
         }
         if (const int64_t elems = quantize_workspace_elems(p)) {
@@ -231,8 +224,7 @@ Tensor fp8_amax(Tensor x_any, bool by_row) {
   const int32_t real = aoti_torch_dtype_float32();
   const std::vector<int64_t> shape =
       scale_shape(by_row ? Fp8Scaling::row : Fp8Scaling::tensor, shape_of(x_any), x.rows);
-  Tensor found = allocate(kAmax, "amax", shape.data(), static_cast<int64_t>(shape.size()), real, x_any);
-  if (runs_kernels(x_any)) torch::stable::zero_(found);
+  const Tensor found = allocate(kAmax, "amax", shape.data(), static_cast<int64_t>(shape.size()), real, x_any);
   const Fp8AmaxParams p{x.tensor.const_data_ptr(), static_cast<float*>(found.mutable_data_ptr()), x.rows, x.columns,
                         x.stride, by_row, dtype};
   run_on(

@@ -4,7 +4,9 @@
 #include <warpsmith/activation.h>
 #include <warpsmith/attention.h>
 #include <warpsmith/batch_norm.h>
+#include <warpsmith/group_norm.h>
 #include <warpsmith/cross_entropy.h>
+#include <warpsmith/image.h>
 #include <warpsmith/linear.h>
 #include <warpsmith/linear_loss.h>
 #include <warpsmith/norm.h>
@@ -129,6 +131,11 @@ at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate_weight, cons
 // A bare undefined tensor is none in an optional return.
 std::optional<at::Tensor> if_defined(const at::Tensor& t) { return t.defined() ? std::optional(t) : std::nullopt; }
 
+at::Tensor normalize_image(const at::Tensor& x, const std::vector<double>& mean, const std::vector<double>& std,
+                           const std::optional<at::Tensor>& flip) {
+  return warpsmith::normalize_image(x, {mean[0], mean[1], mean[2]}, {std[0], std[1], std[2]}, {.flip = flip});
+}
+
 using Quantized = std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>,
                              std::optional<at::Tensor>, at::Tensor, std::optional<at::Tensor>>;
 
@@ -158,6 +165,8 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       "batch_norm(Tensor x, Tensor? running_mean, Tensor? running_var, Tensor? weight, Tensor? bias, Tensor? residual, "
       "bool training, bool relu) -> Tensor",
       exposed(&batch_norm));
+  m.def("group_norm(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, bool silu) -> Tensor",
+        exposed(&warpsmith::group_norm));
   m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", exposed(&warpsmith::rms_norm));
   m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", exposed(&warpsmith::layer_norm));
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float? eps, float weight_offset) -> (Tensor, Tensor)",
@@ -221,6 +230,7 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       "quantize_fp8(Tensor x, Tensor? scale, int scaling, int transpose, ScalarType dtype, bool power_of_two, bool "
       "column_sums) -> (Tensor?, Tensor?, Tensor?, Tensor?, Tensor, Tensor?)",
       exposed(&quantize_fp8));
+  m.def("normalize_image(Tensor x, float[] mean, float[] std, Tensor? flip) -> Tensor", exposed(&normalize_image));
   m.def("dequantize_fp8(Tensor data, Tensor scale, ScalarType dtype) -> Tensor", exposed(&warpsmith::dequantize_fp8));
   m.def(
       "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float? eps, bool "

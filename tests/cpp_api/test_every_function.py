@@ -79,6 +79,10 @@ def batch_norm(relu, **given):
     )
 
 
+def group_norm(silu, **given):
+    return warpsmith.group_norm(**given, activation="silu" if silu else None)
+
+
 def of_layers(name):
     """A function of layers, with the number of its activation."""
 
@@ -86,6 +90,9 @@ def of_layers(name):
         return getattr(warpsmith, name)(**given, activation=ACTIVATIONS[activation])
 
     return call
+
+
+PIXELS = ("batch_norm", "group_norm")
 
 
 def problems():
@@ -103,6 +110,8 @@ def problems():
     running = {"running_mean": torch.rand(6), "running_var": torch.rand(6)}
     for training, relu in itertools.product((True, False), (True, False)):
         yield "batch_norm", {**pixels, **channels, **running, "training": training, "relu": relu}, batch_norm
+    for silu in (True, False):
+        yield "group_norm", {"x": pixels["x"], "num_groups": 2, **channels, "eps": 1e-3, "silu": silu}, group_norm
     gate = {"gate": leaf(2, 3, 8), "up": leaf(2, 3, 8), "inplace_backward": False}
     for row in families.rows("GATED"):
         tanh = {"approximate": "tanh"} if "tanh" in row.arguments else {}
@@ -242,7 +251,7 @@ def test_other_dtypes(cpp, name, given, python, dtypes):
     dtype, beside = dtypes
     if name == "scaled_linear" and dtype == torch.float64:
         pytest.skip("casts to 8 bits have no float64")
-    mixes = (name.endswith("_norm") and name != "batch_norm") or name.startswith("bias_")
+    mixes = (name.endswith("_norm") and name not in PIXELS) or name.startswith("bias_")
     _, chosen, leaves = next(calls(cpp, name, in_dtypes(given, dtype, beside if mixes else None)))
     assert_equal(cpp, name, python, chosen, leaves)
 
@@ -272,9 +281,10 @@ def second_derivative(outputs, leaf):
 def refusals():
     """A function's name, its base arguments with some of them changed, and the words of the error."""
     base = {name: given for name, given, _ in reversed([*problems()])}
-    for name in (n for n in base if n.endswith("_norm") and n != "batch_norm"):
+    for name in (n for n in base if n.endswith("_norm") and n not in PIXELS):
         yield name, base[name] | {"weight": leaf(3)}, r"weight: expected shape \(40\), got \(3\)$"
     yield "batch_norm", base["batch_norm"] | {"running_var": None}, "running_var: expected a tensor beside running_mean"
+    yield "group_norm", base["group_norm"] | {"num_groups": 4}, "num_groups: expected a divisor of 6 channels, got 4"
     yield "rms_norm", base["rms_norm"] | {"eps": -1.0}, "eps: expected a finite number >= 0, got -1"
     for name in ("dropout_add_rms_norm", "dropout_add"):
         yield name, base[name] | {"p": 1.5, "seed": None}, r"p: expected a number in \[0, 1\], got 1\.5"

@@ -154,6 +154,41 @@ def test_lightning_captured_or_not_learns_the_same(tmp_path, data, capsys):
     assert example.main([*tiny, "--out", str(tmp_path / "a")]).losses == []  # all 12 steps were done
 
 
+def test_a_resnet_learns_digits(tmp_path, capfd):
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    example = importlib.import_module("train_resnet")
+    short = ["--device", "cpu", "--width", "8", "--steps", "45", "--eval-every", "45", "--out"]
+    ours = example.main([*short, str(tmp_path / "ours")])
+    theirs = example.main([*short, str(tmp_path / "theirs"), "--modules", "torch"])
+    text = capfd.readouterr().err
+    assert "Bottleneck: its norms with what is behind them (3)" in text and "from step 0" in text
+    assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-5)  # later a value may cross ReLU's kink
+    for run in (ours, theirs):
+        assert run["losses"][-1] < 0.6 * run["losses"][0] and run["accuracies"][-1][1] > 0.7
+    assert (tmp_path / "ours" / "curves.png").stat().st_size > 10_000
+    assert example.main([*short, str(tmp_path / "ours")])["losses"] == []  # all steps were done
+    assert "from step 45" in capfd.readouterr().err
+
+
+def test_a_unet_goes_on(tmp_path, capfd):
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    example = importlib.import_module("train_unet")
+    short = ["--device", "cpu", "--width", "16", "--save-every", "12", "--out"]
+    first = example.main([*short, str(tmp_path), "--steps", "12"])
+    second = example.main([*short, str(tmp_path), "--steps", "24"])
+    whole = example.main([*short, str(tmp_path / "whole"), "--steps", "24"])
+    assert "from step 12" in capfd.readouterr().err
+    assert first["losses"] + second["losses"] == whole["losses"] and torch.equal(second["drawn"], whole["drawn"])
+    assert whole["losses"][-1] < 0.7 * whole["losses"][0] and (tmp_path / "samples.png").stat().st_size > 10_000
+
+
+def test_two_ranks_train_a_resnet(tmp_path):
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    text = torchrun("train_resnet", 2, "--width", "8", "--steps", "4", "--eval-every", "4", "--out", tmp_path)
+    found = losses(text)
+    assert list(found) == [4] and math.isfinite(found[4])
+
+
 def check_four(text):
     assert "4 ranks" in text
     found = losses(text)

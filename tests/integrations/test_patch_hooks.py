@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from warpsmith.integrations.transformers import patch  # noqa: E402
 
-from .families import FAMILIES, PADDED, TOKENS, small_model  # noqa: E402
+from .families import ALL, FAMILIES, PADDED, inputs_of, small_model  # noqa: E402
 
 Module, registries = torch.nn.Module, torch.nn.modules.module
 
@@ -72,7 +72,7 @@ class Recorder:
 def step(model, mode):
     model.zero_grad()
     model.train(mode != "evaluation")
-    loss = model(TOKENS, attention_mask=PADDED, labels=TOKENS, use_cache=False).loss
+    loss = model(**inputs_of(model.config.model_type, PADDED)).loss
     loss.backward()
     model.load_state_dict(model.state_dict())
     return loss.detach()
@@ -142,7 +142,7 @@ def test_a_hook_on_one_module_alone(family, way):
             assert found == Counter({key: n for key, n in expected.items() if key[0] == name}), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_what_a_hook_keeps_stays_as_it_was(family):
     """A hook on one module alone keeps the tensors that it sees. The backward writes over none of them."""
     model, kept = small_model(family, num_hidden_layers=2), []

@@ -144,3 +144,32 @@ def test_an_unknown_attention_forward_is_kept(monkeypatch):
         with patch(target) as done:
             torch.testing.assert_close(run(model, "training", None), expected)
         assert done.kept == {"LlamaAttention": "its forward is not the one that warpsmith knows"}
+
+
+@pytest.mark.parametrize("family", [f for f in THERE if f not in ENCODERS])
+def test_a_host_looks_for_packed_rows_where_they_may_be(family, monkeypatch):
+    """Positions that a model counts show none: transformers' look at them, for which the host waits, is left out."""
+    look, looks = transformers.masking_utils.find_packed_sequence_indices, []
+    look = getattr(look, "__wrapped__", look)
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda p: looks.append(look(p)))
+    packed = torch.cat([torch.arange(5), torch.arange(7)])[None].expand(2, -1)
+    model, found = small_model(family), []
+    with torch.no_grad():
+        model(input_ids=TOKENS, use_cache=False)
+    at_all = family != "gpt_oss"  # whose masks do not look at positions
+    assert bool(looks) == at_all and all(seen is None for seen in looks)
+    monkeypatch.undo()
+    for positions in (None, packed, None):
+        found.append(model(input_ids=TOKENS, position_ids=positions, use_cache=False).logits)
+    monkeypatch.setattr(
+        transformers.masking_utils, "find_packed_sequence_indices", lambda p: (looks.append(p), look(p))[1]
+    )
+    with patch(model, attention=True):
+        for positions, expected in zip((None, packed, None), found, strict=True):
+            looks.clear()
+            logits = model(input_ids=TOKENS, position_ids=positions, use_cache=False).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            assert bool(looks) == (at_all and positions is not None)
+    looks.clear()
+    model(input_ids=TOKENS, use_cache=False)
+    assert bool(looks) == at_all and type(model).forward is type(small_model(family)).forward

@@ -175,22 +175,36 @@ def test_a_norm_beside_activations_of_another_dtype(family, dtypes):
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
+def gradients_of(model, family, seed=0):
+    torch.manual_seed(seed)
+    loss = model(**inputs_of(family)).loss
+    return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)]
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_bias_where_the_family_has_none(family):
+    model = small_model(family)
+    for linear in [m for m in model.modules() if isinstance(m, torch.nn.Linear)]:
+        without = linear.bias is None
+        linear.bias = torch.nn.Parameter(torch.linspace(-1, 1, linear.out_features)) if without else None
+    expected = gradients_of(model, family)
+    with patch(model) as done:
+        torch.testing.assert_close(gradients_of(model, family), expected, rtol=1e-3, atol=1e-4)
+    assert not done.unchecked and set(done.kept) <= {LEFT.get(family)}
+
+
 @pytest.mark.parametrize("family", ALL)
 def test_a_number_of_one_module_alone(family):
     """An eps or a scale that is not that of the modules beside it. In float64, but for torch's float32 loss."""
     model, changed = small_model(family, num_hidden_layers=2).double(), []
     model.config._experts_implementation = "eager"  # the others take no float64
 
-    def gradients():
-        loss = model(**inputs_of(family)).loss
-        return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)]
-
     for path, module in model.named_modules():
         for key in [k for k, v in vars(module).items() if type(v) is float and v and ".1" not in path]:
             vars(module)[key] += 0.25
-            expected = gradients()
+            expected = gradients_of(model, family)
             with patch(model):
-                found = gradients()
+                found = gradients_of(model, family)
             vars(module)[key] -= 0.25
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
             changed.append(key)
@@ -200,20 +214,16 @@ def test_a_number_of_one_module_alone(family):
 @pytest.mark.parametrize("family", ALL)
 def test_dropout_is_where_the_model_has_it(family):
     """With torch's numbers; our attention draws its own."""
-
-    def gradients(seed):
-        torch.manual_seed(seed)
-        loss = model(**inputs_of(family)).loss
-        return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)]
-
     model = small_model(family, **dict.fromkeys(WITHOUT_DROPOUT, 0.3))
-    expected = gradients(0)
-    with patch(model, attention=False):
-        torch.testing.assert_close(gradients(0), expected, rtol=1e-3, atol=1e-4)
+    expected = gradients_of(model, family)
+    with patch(model, attention=False) as done:
+        torch.testing.assert_close(gradients_of(model, family), expected, rtol=1e-3, atol=1e-4)
+    with patch(small_model(family), attention=False) as without:
+        assert done.kept == without.kept
     of_attention = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
     model = small_model(family, **dict.fromkeys(of_attention, 0.3))
     with patch(model):
-        assert not torch.equal(gradients(0)[0], gradients(1)[0])
+        assert not torch.equal(gradients_of(model, family, 0)[0], gradients_of(model, family, 1)[0])
 
 
 @pytest.mark.parametrize("family", ALL)

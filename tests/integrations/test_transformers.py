@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-from warpsmith.integrations.transformers import register  # noqa: E402
+from warpsmith.integrations.transformers import attention_forward, register  # noqa: E402
 
 register()
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
@@ -64,6 +66,38 @@ def test_a_model_equals_itself_with_eager_attention(name):
     eager, ours = pair(name)
     tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
     assert_equal(loss_and_gradients(eager, tokens), loss_and_gradients(ours, tokens))
+
+
+def definition(q, k, v, attention_mask, scaling, is_causal=True, sliding_window=7, softcap=0, s_aux=None, bias=0.0):
+    s = q @ k.mT * scaling
+    s = (softcap * torch.tanh(s / softcap) if softcap else s) + bias
+    ahead = torch.arange(6) - torch.arange(6)[:, None]
+    if attention_mask is None:
+        seen = (ahead.abs() < sliding_window) & ((ahead <= 0) | torch.tensor(not is_causal))
+    else:
+        seen = attention_mask if attention_mask.dtype == torch.bool else torch.ones(6, 6, dtype=torch.bool)
+        s = s if attention_mask.dtype == torch.bool else s + attention_mask
+    sinks = torch.full((2,), -torch.inf) if s_aux is None else s_aux
+    s = torch.cat([s.masked_fill(~seen, -torch.inf), sinks[:, None, None].expand(1, 2, 6, 1)], -1)
+    return (s.softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
+def test_each_argument_of_a_call_alone_and_in_pairs():
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, bias = (torch.randn(1, 2, 6, n, generator=draw, dtype=torch.float64) for n in (8, 8, 8, 6))
+    mask = torch.rand(1, 2, 6, 6, generator=draw) > 0.3
+    mask |= torch.eye(6, dtype=torch.bool)
+    others = {"scaling": 0.7, "is_causal": False, "sliding_window": 2, "softcap": 0.5, "s_aux": bias[0, :, 0, 0]}
+    others |= {"attention_mask": mask, "position_bias": bias}
+    given = {"attention_mask": None, "scaling": 8**-0.5}
+    for a, b in itertools.product(others, repeat=2):
+        for of_mask in (mask, torch.where(mask, 0.25, -torch.inf).double()):
+            more = {**given, a: others[a], b: others[b]}
+            more |= {"attention_mask": of_mask} if "attention_mask" in (a, b) else {}
+            found, weights = attention_forward(torch.nn.Module(), q, k, v, **more)
+            expected = definition(q, k, v, **{{"position_bias": "bias"}.get(n, n): t for n, t in more.items()})
+            torch.testing.assert_close(found, expected, msg=lambda m, a=a, b=b: f"{a}, {b}: {m}")
+            assert weights is None
 
 
 @pytest.mark.parametrize("of_module", [None, False, True])

@@ -60,6 +60,7 @@ def attentions():
             mask = mask.to(dtype) if mask is not None and mask.dtype == F32 else mask
             more = {"attn_mask": mask, "is_causal": causal, "scale": scale, "enable_gqa": gqa}
             yield {"query": q.to(dtype), "key": k.to(dtype), "value": v.to(dtype), **more}
+            yield {"query": q.to(dtype), "key": k.to(dtype), "value": v.to(dtype)[..., :0], **more}
 
 
 CALLS = {

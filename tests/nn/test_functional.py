@@ -201,6 +201,32 @@ def test_what_torch_refuses_is_refused():
         assert str(found.value) == str(expected.value)
 
 
+X, Q, W = torch.randn(6, 8), torch.randn(1, 2, 3, 8), torch.rand(5, 8)
+GIVEN = {
+    "layer_norm": {"input": X, "normalized_shape": (8,), "weight": W[0], "bias": W[1]},
+    "rms_norm": {"input": X, "normalized_shape": (8,), "weight": W[0]},
+    "linear": {"input": X, "weight": W, "bias": W[:, 0]},
+    "cross_entropy": {"input": X, "target": torch.arange(6), "weight": W[0]},
+    "linear_cross_entropy": {"input": X, "linear_weight": W, "target": torch.arange(6) % 5, "weight": W[:, 0]},
+    "scaled_dot_product_attention": {"query": Q, "key": Q, "value": Q, "attn_mask": X[:3, :3]},
+}
+GIVEN["linear_cross_entropy"]["linear_bias"] = W[:, 1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tensor_on_another_device_is_what_it_is_for_torch(name):
+    tensors = {key for key, p in inspect.signature(getattr(ours, name)).parameters.items() if "Tensor" in p.annotation}
+    assert tensors <= GIVEN[name].keys()
+    for key in tensors:
+        results = []
+        for f in (ours, theirs):
+            try:
+                results.append(getattr(f, name)(**{**GIVEN[name], key: GIVEN[name][key].to("meta")}).device)
+            except Exception as error:
+                results.append((type(error), str(error)))
+        assert results[0] == results[1], key
+
+
 def test_what_is_not_fused_is_torchs():
     x = torch.randn(3, 8)
     assert torch.equal(ours.layer_norm(x, (8,), eps=float("inf")), theirs.layer_norm(x, (8,), eps=float("inf")))

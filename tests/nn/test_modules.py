@@ -33,6 +33,7 @@ MADE_ON_META = {
     "BiasGELU": (8,),
     "ConvBNReLU": (8, 8),
     "GatedMLP": (8, 16),
+    "GroupNorm": (2, 8),
     "Linear": (8, 16),
     "LinearCrossEntropyHead": (8, 16),
     "MLP": (8, 16),
@@ -271,6 +272,7 @@ CONSTRUCTED = {
     "RMSNorm": ({"normalized_shape": 8}, (X,)),
     "RotaryEmbedding": ({"dim": 8}, (HEADS, HEADS)),
     "SyncBatchNorm": ({"num_features": 8}, (torch.randn(2, 3, 3, 8).movedim(-1, 1),)),
+    "GroupNorm": ({"num_groups": 2, "num_channels": 8}, (torch.randn(2, 3, 3, 8).movedim(-1, 1),)),
 }
 # What an input must fit, so that the first call may still refuse it; and what is no scalar, or left to torch's modules.
 SIZES = {"normalized_shape", "num_features", "in_features", "hidden_size", "embed_dim", "num_heads", "head_dim", "dim"}

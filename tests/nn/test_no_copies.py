@@ -56,6 +56,7 @@ CALLS = {
     "RMSNorm": [((WIDTH,), lambda: (rows(),))],
     "RotaryEmbedding": [((8, TOKENS), lambda: (heads(4), heads(2)))],
     "SyncBatchNorm": [((WIDTH,), lambda: (pixels(), pixels()))],
+    "GroupNorm": [((2, WIDTH), lambda: (pixels(),))],
 }
 ATTENTION = [
     (options, call)

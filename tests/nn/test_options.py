@@ -68,7 +68,7 @@ def test_an_option_reaches_the_op(monkeypatch, name):
     for given, call in ways_of(name):
         arguments = {**ALWAYS.get(name, {}), **given}
         ops = {op for op, _ in calls(monkeypatch, cls, arguments, call)}
-        assert ops or name == "NormLinear"  # whose step of autograd is no public op
+        assert ops or name in ("NormLinear", "ConvBNReLU")  # a step of autograd, and modules
         taken = [p for op in ops for p in inspect.signature(op).parameters.values()]
         names = {p.name for p in taken if "Tensor" not in str(p.annotation)} & inspect.signature(cls).parameters.keys()
         zeros = {k: 0 for k in names if not isinstance(OTHER[k], (bool, str, tuple, torch.dtype))} | {"dw_dtype": None}
@@ -84,15 +84,15 @@ def tensors_of(module):
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def outcome(module, call):
-    """What a call gives in training and in evaluation, and what it leaves in the module."""
+def outcome(module, call, but):
+    """What a call gives in training and in evaluation, and what it leaves in the module's other buffers."""
     found = []
     for training in (True, False):
         torch.manual_seed(0)
         given, more = call()
         made = module.train(training)(*given, **more)
         found += [t.detach() for t in (made if isinstance(made, tuple) else (made,))]
-    return found + [t.clone() for t in module.buffers()]
+    return found + [t.clone() for name, t in module.named_buffers() if name != but]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -100,17 +100,32 @@ def test_every_tensor_counts_beside_every_option(name):
     for given, call in ways_of(name):
         torch.manual_seed(1)
         module = getattr(warpsmith.nn, name)(**given)
-        expected = outcome(copy.deepcopy(module), call)
-        for key in tensors_of(module):
+        for key in [key for key, t in tensors_of(module).items() if t.is_floating_point()]:
+            expected = outcome(copy.deepcopy(module), call, key)
             changed = copy.deepcopy(module)
             t = tensors_of(changed)[key].data
-            t.add_(torch.rand(t.shape) if t.is_floating_point() else 5)
-            pairs = zip(expected, outcome(changed, call), strict=True)
+            t.add_(torch.rand(t.shape, generator=torch.Generator().manual_seed(7)))
+            pairs = zip(expected, outcome(changed, call, key), strict=True)
             assert any(not torch.equal(a, b) for a, b in pairs), (key, given)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_new_module_has_its_device_its_dtype_and_no_memory_of_others(name):
+def test_gradients_with_a_graph_are_those_without(name):
+    for arguments, call in ways_of(name):
+        module, results = getattr(warpsmith.nn, name)(**arguments), []
+        for graph in (False, True):
+            torch.manual_seed(0)
+            given, more = call()
+            found = module(*given, **more)
+            found = found if isinstance(found, tuple) else (found,)
+            wanted = [t for t in (*given, *more.values(), *module.parameters()) if getattr(t, "requires_grad", False)]
+            loss = sum(t.square().sum() for t in found)
+            results.append(torch.autograd.grad(loss, wanted, create_graph=graph, allow_unused=True))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_new_module_has_its_device_dtype_and_no_old_memory(name):
     """torch fills what it makes with NaN meanwhile."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     for given, _ in ways_of(name):

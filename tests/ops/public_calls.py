@@ -9,7 +9,7 @@ from warpsmith.testing import BadInput
 from tools import families
 
 NAMES = [name for name in warpsmith.ops.__all__ if name[0].islower()]
-NOT_DIFFERENTIABLE = ("adamw", "dequantize_fp8", "quantize_fp8")
+NOT_DIFFERENTIABLE = ("adamw", "dequantize_fp8", "normalize_image", "quantize_fp8")
 TOKENS, WIDTH, CLASSES = 6, 8, 5
 
 
@@ -62,6 +62,7 @@ def arguments_of(name: str) -> dict:
         "dropout_add_layer_norm": of_norm | residual | bias | seed | {"p": 0.5},
         "dropout_add_rms_norm": of_norm | residual | seed | {"p": 0.5},
         "gated_linear": {"x": rows(), "gate_weight": make(CLASSES, WIDTH), "up_weight": make(CLASSES, WIDTH)},
+        "group_norm": of_norm | bias | {"num_groups": 1},
         "layer_norm": of_norm | bias,
         "linear": of_layer | {"activation": "silu", "residual": make(TOKENS, CLASSES)},
         "linear_cross_entropy": of_head,
@@ -74,6 +75,7 @@ def arguments_of(name: str) -> dict:
             "w2": make(WIDTH, CLASSES),
             "b2": make(WIDTH),
         },
+        "normalize_image": {"x": torch.zeros(2, 4, 4, 3, dtype=torch.uint8), "mean": (0.5,) * 3, "std": (0.2,) * 3},
         "qk_norm_rope": {"q": heads(2), "k": heads(1), "q_weight": make(WIDTH), "k_weight": make(WIDTH)} | tables,
         "quantize_fp8": {"x": rows().float()},
         "rms_norm": of_norm,

@@ -26,7 +26,7 @@ OTHER |= {"interleaved": True, "maximize": True}
 # How an op computes, where, and what else it gives: the laws of the ops ask for these.
 HOW = {"deterministic", "inplace", "inplace_backward", "check_labels", "return_stats", "return_lse", "max_chunk_bytes"}
 HOW |= {"max_bytes", "dw_dtype", "save_logits", "main_grad", "main_grads", "max_seqlen_q", "max_seqlen_k", "layout"}
-HOW |= {"kv_heads", "found_inf", "mode", "process_group", "sharding", "max_seqlen"}
+HOW |= {"kv_heads", "found_inf", "mode", "process_group", "sharding", "max_seqlen", "batch_invariant"}
 OF_8_BITS = {"dequantize_fp8", "quantize_fp8", "scaled_linear"}
 # Functions of several ranks, here on one: by name the op that they compute.
 ON_RANKS = {n: n.split("_parallel_")[-1] for n in warpsmith.distributed.__all__ if "_parallel_" in n}

@@ -104,8 +104,8 @@ def floor(case):
 
 def bytes_beside(case, given):
     """Every thread of a pass reads the parameters of its channels (`statistics` their first values, twice), a finish
-    those of each channel once, `gradients` rstd twice. Partial sums are written, and read by the finish. The mask has a byte for each vector,
-    written once and read twice."""
+    those of each channel once, `gradients` rstd twice. Partial sums are written, and read by the finish. The mask has a
+    byte for each vector, written once and read twice."""
     rows, columns = torch.Size(case.shape[:-1]).numel(), case.shape[-1]
     plan = sim.plan("batch_norm", rows=rows, columns=columns, dtype=str(case.dtype).removeprefix("torch."))
     training, relu = given["training"], given["activation"] is not None

@@ -47,6 +47,7 @@ CASES = {
     "qk_norm_rope": (lambda *t: warpsmith.qk_norm_rope(*t, *TABLES), Q, K, HEAD, HEAD + 1),
     "batch_norm": (lambda x, w, b: warpsmith.batch_norm(x, B, W.square(), w, b), X, W, B),
     "batch_norm, training": (lambda x, w, r: batch_norm_in_training(x, w, residual=r, activation="relu"), X, W, R),
+    "group_norm": (lambda x, w, b: warpsmith.group_norm(x, 2, w, b, activation="silu"), X, W, B),
     "linear": (lambda x, w, b: warpsmith.linear(x, w, b, "silu"), X, HEADS, TARGET.double()),
     "linear, residual": (lambda x, w, r: warpsmith.linear(x, w, None, "gelu", residual=r), X, HEADS, X[:, :4] + 1),
     "mlp": (lambda x, w1, w2: warpsmith.mlp(x, w1, None, w2, None), X, HEADS, HEADS[:, :4] + 0.5),

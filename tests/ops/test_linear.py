@@ -142,6 +142,9 @@ LINEAR_BAD = [
              "residual: expected bfloat16, got float32"),
     BadInput("broadcast residual", but(residual=lambda g: g["x"].new_ones(37)),
              r"residual: expected shape \(6, 37\), got \(37\)"),
+    BadInput("batch_invariant in float32", but(batch_invariant=lambda g: True, **{
+        n: lambda g, n=n: grown(g[n]) for n in ("x", "weight", "bias")}),
+             r"batch_invariant: expected False \(.+\), got True", fake=False),
     BadInput("main grad dtype", but(main_grad=lambda g: g["weight"].detach().clone()),
              "main_grad: expected float32, got bfloat16"),
     BadInput("main grad shape", but(main_grad=lambda g: grown(g["weight"])[1:]),
@@ -359,6 +362,30 @@ class TestLinearByOwnProducts(
         before = OPS._own_product("256")
         assert bitwise_equal(warpsmith.linear(x, w), y)
         assert OPS._own_product("0") == before + 1
+
+    @pytest.mark.parametrize("device", ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)])
+    @pytest.mark.parametrize("how", ["auto", "0", "256"])
+    @pytest.mark.parametrize("options", [{}, {"activation": "gelu_tanh"}, {"residual": True}], ids=str)
+    def test_batch_invariant_rows(self, options, how, device):
+        """Whatever the number of rows, the tile and what is asked for: a row and its gradient have the same bits."""
+        g = torch.Generator().manual_seed(1)
+        x, w, b, dy = (
+            torch.randn(*s, generator=g).to(torch_device(device.strip("-")), BF16)
+            for s in ((300, 208), (72, 208), (72,), (300, 72))
+        )
+        before = OPS._own_product(how)
+
+        def made(rows):
+            some = x[rows].clone().requires_grad_()
+            more = options | ({"residual": dy[rows]} if "residual" in options else {})
+            y = warpsmith.linear(some, w, b, batch_invariant=True, **more)
+            y.backward(dy[rows])
+            return y.detach(), some.grad
+
+        whole = made(slice(0, 300))
+        for rows in (slice(0, 1), slice(100, 117), slice(37, 300)):
+            assert all(bitwise_equal(part, all_of[rows]) for part, all_of in zip(made(rows), whole, strict=True))
+        assert OPS._own_product("1") == before + 8
 
     @pytest.mark.parametrize("device", ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)])
     def test_a_long_sum_is_split_over_clusters(self, device):

@@ -371,3 +371,34 @@ def test_bad_states_and_gradients_change_nothing():
     with pytest.raises(ValueError, match="expected a dense gradient, got sparse_coo"):
         fresh.step()
     assert not fresh.state and all(bitwise_equal(p, q) for p, q in zip(params, before, strict=True))
+
+
+def test_sharded_optimizer_refuses_it():
+    with (
+        warpsmith.distributed.init(device="cpu"),
+        pytest.raises(ValueError, match=r"optimizer_class: expected SGD.* parts of tensors.*got Muon"),
+    ):
+        warpsmith.distributed.ShardedOptimizer(matrices(), warpsmith.optim.Muon)
+
+
+def test_a_scaler_clips_and_skips():
+    """By our scaler: a step of scaled gradients, clipped, is one of clipped gradients; an infinite one is skipped."""
+    a, b = matrices(), matrices()
+    ours, plain = (warpsmith.optim.Muon(p, lr=0.02) for p in (a, b))
+    scaler = warpsmith.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(torch.zeros(()))
+    for i in range(3):
+        set_grads(a, i)
+        set_grads(b, i)
+        for p in a:
+            p.grad *= scaler.get_scale()
+        if i == 1:
+            a[2].grad[3, 3] = math.inf
+        scaler.clip_(ours, 0.5)
+        scaler.step(ours)
+        scaler.update()
+        if i != 1:
+            warpsmith.optim.clip_grad_norm_(b, 0.5)
+            plain.step()
+    for p, q in zip(a, b, strict=True):
+        assert float((p - q).abs().max()) <= 2**-8 * 0.02 * 2

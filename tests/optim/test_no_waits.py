@@ -36,7 +36,7 @@ def of_scaler(make):
     def part(ps):
         optimizer, scaler = warpsmith.optim.AdamW(ps), make()
         schedule = warpsmith.amp.DeviceLR(optimizer, warpsmith.amp.schedules.cosine(9), 9, scaler)
-        loss = torch.ones(())
+        loss = ps[0].detach().new_ones(())
 
         def steps():
             for clips in (None, *ORDERS):
@@ -104,19 +104,39 @@ def and_loaded(options, params):
     return part
 
 
+def of_sharded(ps):
+    factors = [p.grad for p in ps]
+    optimizer = warpsmith.distributed.ShardedOptimizer(ps, warpsmith.optim.AdamW)
+
+    def step():
+        optimizer.zero_grad()
+        sum((p * f).sum() for p, f in zip(ps, factors, strict=True)).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    with warpsmith.distributed.init(device="cpu"):
+        yield
+
+
+MADE = {name: PARTS[name] for name in PARTS if name != "fp8"} | {"ShardedOptimizer": of_sharded}
 STORED = {str(options): options for options in EACH_STORAGE}
 
 
-@pytest.mark.parametrize("name", [*(PARTS.keys() - {"fp8"}), *STORED])
-def test_what_is_made_is_like_what_is_given(name):
+@pytest.mark.parametrize("name", [*MADE, *STORED])
+def test_what_is_made_is_like_what_is_given(name, one_rank):
     results = []
     for surroundings in (contextlib.nullcontext, other_defaults):
         torch.manual_seed(0)
         params = parameters(dtype_of(STORED[name]) if name in STORED else torch.float32)
-        part = and_loaded(STORED[name], params) if name in STORED else PARTS[name](params)
         for p in params if results else ():
             p.grad.requires_grad_()  # as of a backward with create_graph
         with surroundings():
+            part = and_loaded(STORED[name], params) if name in STORED else MADE[name](params)
             found = [*(part() or ()), *(part() or ())]
         results.append([*(p.detach() for p in params), *(t for t in found if isinstance(t, torch.Tensor))])
         assert not any(t.requires_grad for t in results[-1])

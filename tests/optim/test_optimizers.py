@@ -193,7 +193,11 @@ def test_sgd_has_torchs_state_without_dampening():
         params = make_params()
         optimizer = warpsmith.optim.SGD(params, **given)
         run(optimizer, params, 1)
-        assert [list(s) for s in optimizer.state_dict()["state"].values()] == ([names] * len(params) if names else [])
+        expected = [names] * len(params) if names else []
+        assert [list(s) for s in optimizer.state_dict()["state"].values()] == expected
+        none = {i: {"momentum_buffer": None} for i in range(len(params))}  # as older ones of torch say it
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": none})
+        assert not any(optimizer.state_dict()["state"].values())
 
 
 @pytest.mark.parametrize("options", ALL, ids=str)

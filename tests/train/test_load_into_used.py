@@ -199,6 +199,7 @@ MODULES = {  # arguments of the constructor and of a call
     "DropoutAddLayerNorm": ((8, 0.1), (X, X)),
     "DropoutAddRMSNorm": ((8, 0.1), (X, X)),
     "GatedMLP": ((8, 16), (X,)),
+    "GroupNorm": ((1, 3), (IMAGES,)),
     "LayerNorm": ((8,), (X,)),
     "Linear": ((8, 16), (X,)),
     "LinearCrossEntropyHead": ((8, 16), (X, LABELS)),

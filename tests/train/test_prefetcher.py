@@ -176,7 +176,7 @@ def test_bad_arguments(given, error, message):
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device_and_no_memory_is_taken_too_early():
+def test_no_wait_and_no_memory_taken_too_early():
     """Batches of one size, so that their memory is taken again; steps that read each late."""
     batches = [torch.full((1 << 20,), float(i)).pin_memory() for i in range(12)]
     torch.cuda._sleep(1000)
@@ -193,7 +193,7 @@ def test_nothing_waits_for_the_device_and_no_memory_is_taken_too_early():
 
 
 @pytest.mark.gpu
-def test_the_device_waits_for_a_slow_loader_and_not_for_a_fast_one():
+def test_the_device_waits_for_a_slow_loader_alone():
     import time
 
     def run(loading_s, cycles):

@@ -131,19 +131,20 @@ inline std::optional<Tensor> bias_like(const char* op, const Layer& layer, const
 
 // out = x @ weight^T + bias + residual by our product; false where it does not run.
 inline bool project_with_residual(const char* op, const Layer& layer, const Tensor& x, const Tensor& out,
-                                  const Tensor& residual) {
-  if (!may_be_own(out)) return false;
+                                  const Tensor& residual, bool invariant) {
+  if (out.numel() == 0 || (!invariant && !may_be_own(out))) return false;
   const std::optional<Tensor> bias = bias_like(op, layer, out);
   return own_product(op, out, x, transposed(as_matrix(op, layer.weight)),
                      {.bias = const_at(bias),
                       .z = const_cast<void*>(residual.const_data_ptr()),
                       .z_stride = residual.stride(0),
-                      .epilogue = ProductEpilogue::residual});
+                      .epilogue = ProductEpilogue::residual,
+                      .invariant = invariant && layer.in > 0});
 }
 
 // out = x @ weight^T + bias, or with `residual` in the bias's place
 inline void project(const char* op, const Layer& layer, const Tensor& x, const Tensor& out,
-                    const std::optional<Tensor>& residual = std::nullopt) {
+                    const std::optional<Tensor>& residual = std::nullopt, bool invariant = false) {
   if (out.numel() == 0) return;
   const Tensor weight = transposed(as_matrix(op, layer.weight));
   if (residual) {
@@ -151,7 +152,7 @@ inline void project(const char* op, const Layer& layer, const Tensor& x, const T
     return;
   }
   const std::optional<Tensor> bias = bias_like(op, layer, out);
-  if (own_product(op, out, x, weight, {.bias = const_at(bias)})) return;
+  if (own_product(op, out, x, weight, {.bias = const_at(bias), .invariant = invariant && layer.in > 0})) return;
   if (bias)
     multiply_add(out, *bias, x, weight);
   else
@@ -210,7 +211,7 @@ inline void add_residual(const char* op, const Tensor& y, const Tensor& residual
 // z = x @ weight^T + bias and y = f(z); without z it is not kept, and without an activation y is z. One product where
 // an epilogue pays: ours (kernels/linear/product_config.h) or cuBLASLt's (kernels/linear/linear_config.h).
 inline void project_and_activate(const char* op, const Layer& layer, LinearActivation activation, const Tensor& x,
-                                 const Tensor& y, const std::optional<Tensor>& z, Dtype dtype) {
+                                 const Tensor& y, const std::optional<Tensor>& z, Dtype dtype, bool invariant = false) {
   const bool plain = activation == LinearActivation::none;
   if (!plain && y.numel() > 0) {
     const std::optional<Tensor> bias = bias_like(op, layer, y);
@@ -219,12 +220,13 @@ inline void project_and_activate(const char* op, const Layer& layer, LinearActiv
                                  .z = at(z),
                                  .z_stride = y.size(1),
                                  .epilogue = ProductEpilogue::activate,
-                                 .activation = activation};
+                                 .activation = activation,
+                                 .invariant = invariant && layer.in > 0};
     if (own_product(op, y, x, weight, epilogue)) return;
     if (multiply_with_activation(op, y, x, weight, bias, activation, z)) return;
   }
   const Tensor& before = z ? *z : y;
-  project(op, layer, x, before);
+  project(op, layer, x, before, std::nullopt, invariant);
   if (!plain) activate(op, activation, before, y, dtype);
 }
 
@@ -303,12 +305,13 @@ inline Tensor weight_gradient(const char* op, const Tensor& dz, const Tensor& x,
 }
 
 // out (+)= dz @ weight
-inline void input_gradient(const char* op, const Tensor& dz, const Layer& layer, const Tensor& out, bool add = false) {
+inline void input_gradient(const char* op, const Tensor& dz, const Layer& layer, const Tensor& out, bool add = false,
+                           bool invariant = false) {
   if (out.numel() == 0) return;
   const Tensor weight = as_matrix(op, layer.weight);
   if (add)
     multiply_add(out, out, dz, weight);
-  else if (!own_product(op, out, dz, weight))
+  else if (!own_product(op, out, dz, weight, {.invariant = invariant && layer.out > 0}))
     multiply(out, dz, weight);
 }
 

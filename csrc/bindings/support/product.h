@@ -18,12 +18,18 @@ inline bool may_be_own([[maybe_unused]] const Tensor& out) {
 #endif
 }
 
+// False; or refuses, where the caller asks for our product.
+inline bool not_own(const char* op, const ProductParams& p, const char* why) {
+  if (p.invariant) refuse(op, "batch_invariant", std::string("False (") + why + ")", "True");
+  return false;
+}
+
 #if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
 // Allocates the workspace of the kernel that is chosen for `p` and launches it; false, if there is none.
 inline bool run_own_product(const char* op, const Tensor& out, ProductParams p) {
   ProductPlan plan;
   raise_if_failed(op, product_plan_cuda(p, &plan));
-  if (!plan.kernel) return false;
+  if (!plan.kernel) return not_own(op, p, plan.why);
   std::optional<Tensor> sums, flags, partials;
   if (p.column_sums) {
     const int64_t sizes[2] = {partial_rows(p.rows), p.columns};
@@ -49,8 +55,10 @@ inline bool run_own_product(const char* op, const Tensor& out, ProductParams p) 
 inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const Tensor& out,
                         [[maybe_unused]] const Tensor& a, [[maybe_unused]] const Tensor& b,
                         [[maybe_unused]] ProductParams p = {}) {
+  constexpr const char* kCpu = "on the CPU the order of a sum is the library's";
 #if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
-  if (!may_be_own(out)) return false;
+  if (p.invariant && !runs_kernels(out)) return not_own(op, p, kCpu);
+  if (!p.invariant && !may_be_own(out)) return false;
   const auto by_rows = [](const Tensor& m) { return m.size(1) <= 1 || m.stride(1) == 1; };
   const auto stride = [&](const Tensor& m) { return m.stride(by_rows(m) ? 0 : 1); };
   if (!by_rows(a) && !by_rows(b)) return false;
@@ -68,7 +76,7 @@ inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const 
   p.inner = a.size(1);
   return run_own_product(op, out, p);
 #else
-  return false;
+  return not_own(op, p, kCpu);
 #endif
 }
 

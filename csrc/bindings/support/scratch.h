@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
-#include <tuple>
+#include <utility>
 
 #include "bindings/support/device.h"
 #include "bindings/support/matmul.h"
@@ -20,30 +20,29 @@ inline bool is_capturing(const char* op, const Tensor& like) {
   return capturing;
 }
 
-// By thread, device, stream and dtype: what fills a chunk runs before what reads it, and the allocator gives a chunk
+// By thread, device and stream: what fills a chunk runs before what reads it, and the allocator gives a chunk
 // that is dropped to later work of its stream alone. Never freed: the allocator may be gone when a thread ends.
-template <class Value> Value& of_stream(const Tensor& like, int32_t dtype) {
-  static thread_local auto* const all = new std::map<std::tuple<int32_t, void*, int32_t>, Value>;
-  return (*all)[{like.get_device_index(), current_stream(like), dtype}];
+template <class Value> Value& of_stream(const Tensor& like) {
+  static thread_local auto* const all = new std::map<std::pair<int32_t, void*>, Value>;
+  return (*all)[{like.get_device_index(), current_stream(like)}];
 }
 
 }  // namespace scratch_detail
 #endif
 
-// `count` zeros that nobody else has, on 16 bytes; on the CPU of any value, since its loops write.
-inline Tensor zeros(const char* op, const char* argument, int64_t count, int32_t dtype, const Tensor& like) {
-  if (!runs_kernels(like)) return allocate_vector(op, argument, count, dtype, like);
+// `count` float32 zeros for a kernel's own use, that nobody else has.
+inline Tensor zeros(const char* op, const char* argument, int64_t count, const Tensor& like) {
+  const int32_t real = aoti_torch_dtype_float32();
 #ifdef WARPSMITH_CUDA
-  constexpr int64_t kApart = 4;  // elements
-  const int64_t elems = int64_t{1} << (dtype == aoti_torch_dtype_int64() ? 12 : 18);
-  if (like.is_cuda() && count <= elems / 2 && !scratch_detail::is_capturing(op, like)) {
+  constexpr int64_t kChunk = int64_t{1} << 18, kApart = 4;  // elements
+  if (like.is_cuda() && count <= kChunk / 2 && !scratch_detail::is_capturing(op, like)) {
     struct Chunk {
       std::optional<Tensor> all;
       int64_t used = 0;
     };
-    Chunk& chunk = scratch_detail::of_stream<Chunk>(like, dtype);
-    if (!chunk.all || chunk.used + count > elems) {
-      Tensor fresh = allocate_vector(op, argument, elems, dtype, like);
+    Chunk& chunk = scratch_detail::of_stream<Chunk>(like);
+    if (!chunk.all || chunk.used + count > kChunk) {
+      Tensor fresh = allocate_vector(op, argument, kChunk, real, like);
       torch::stable::zero_(fresh);
       chunk = {fresh, 0};
     }
@@ -54,7 +53,7 @@ inline Tensor zeros(const char* op, const char* argument, int64_t count, int32_t
     return Tensor(handle);
   }
 #endif
-  Tensor made = allocate_vector(op, argument, count, dtype, like);
+  Tensor made = allocate_vector(op, argument, count, real, like);
   torch::stable::zero_(made);
   return made;
 }
@@ -64,7 +63,7 @@ inline Tensor ones(const char* op, int64_t count, const Tensor& like) {
   const int32_t real = aoti_torch_dtype_float32();
 #ifdef WARPSMITH_CUDA
   if (like.is_cuda() && !scratch_detail::is_capturing(op, like)) {
-    std::optional<Tensor>& kept = scratch_detail::of_stream<std::optional<Tensor>>(like, real);
+    std::optional<Tensor>& kept = scratch_detail::of_stream<std::optional<Tensor>>(like);
     if (!kept || kept->size(0) < count) {
       Tensor more = allocate_vector(op, "ones", std::max<int64_t>(2 * count, 1 << 14), real, like);
       kept = torch::stable::fill_(more, 1.0);

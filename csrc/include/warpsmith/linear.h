@@ -40,10 +40,10 @@ inline variable_list matmul_symmetric_gradients(const Op&, Backward& b) {
 }  // namespace detail
 
 // y = f(x @ weight^T + bias) + residual, with gradients for x, weight, bias and residual. residual: of the shape and
-// dtype of y.
+// dtype of y. batch_invariant: the bits of a row depend on no other; refused where our Hopper products cannot run.
 inline at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                          const std::optional<at::Tensor>& bias = std::nullopt, Activation activation = Activation::none,
-                         const std::optional<at::Tensor>& residual = std::nullopt) {
+                         const std::optional<at::Tensor>& residual = std::nullopt, bool batch_invariant = false) {
   using detail::Op;
   const auto rule = [](std::vector<std::string> saved) {
     return detail::OpRule{.name = "linear",
@@ -54,8 +54,8 @@ inline at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
   };
   static const Op op(rule({})), of_relu(rule({"y"}));
   const bool keeps_output = activation == Activation::relu && !detail::is_given(residual);
-  return detail::call(keeps_output ? of_relu : op,
-                      {x, residual, weight, bias, /*main_grad=*/std::nullopt, static_cast<int64_t>(activation)})[0];
+  return detail::call(keeps_output ? of_relu : op, {x, residual, weight, bias, /*main_grad=*/std::nullopt,
+                                                    static_cast<int64_t>(activation), batch_invariant})[0];
 }
 
 // y = f(x @ w1^T + b1) @ w2^T + b2, with gradients for all five. f must be an activation.

@@ -64,7 +64,7 @@ Status mirror_cuda(const MirrorParams& p, void* stream) {
   config.block.x = kMirrorThreads;
   return visit_cuda_dtype(p.dtype, [&]<class T>() {
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
-    return launch(mirror<Bits>, config, stream, static_cast<Bits*>(p.x), p.n, sides);
+    return launch(mirror<Bits>, config, stream, static_cast<Bits*>(p.x), p.n, static_cast<unsigned>(sides));
   });
 }
 

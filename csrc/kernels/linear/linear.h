@@ -61,6 +61,7 @@ struct ProductParams {
   ProductEpilogue epilogue = ProductEpilogue::store;
   LinearActivation activation = LinearActivation::none;
   bool add = false;           // `wide`
+  bool invariant = false;     // by our kernel wherever it can run: a row's bits then depend on its length alone
   float alpha = 1, beta = 0;  // `symmetric`
   int64_t batches = 1;        // likewise: matrices of a, b, z and out, so many elements apart
   int64_t a_apart = 0, b_apart = 0, z_apart = 0;

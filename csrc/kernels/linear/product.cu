@@ -74,9 +74,10 @@ bool own_product_may_run() { return kHopperProducts && asked() != kNever; }
 Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
   ProductProblem problem{p.rows, p.columns, p.inner, p.layout, p.epilogue};
   const int how = asked();
-  problem.asked = !own_product_may_run() ? OwnProduct::never
-                  : how == kWhereItPays  ? OwnProduct::automatic
-                                         : OwnProduct::always;
+  problem.asked = p.invariant              ? OwnProduct::always
+                  : !own_product_may_run() ? OwnProduct::never
+                  : how == kWhereItPays    ? OwnProduct::automatic
+                                           : OwnProduct::always;
   problem.tile_rows = how > kWhereItPays ? how : 0;
   problem.batches = p.batches;
   if (problem.asked != OwnProduct::never) {

@@ -34,14 +34,13 @@ struct QuantizeParams {
   bool given, power_of_two, e5m2;
   Dtype dtype;
 };
-// CUDA kernels raise amax and add to counts: both hold zeros. CPU loops write them.
 // Scales are [rows, 1] and [columns, 1] for Fp8Scaling::row, [rows, blocks of columns] and [columns, blocks of rows]
 // for block, [blocks of rows, blocks of columns] and its transpose for block2d, all contiguous.
 
 // amax = the largest finite magnitude of the tensor, or of each row; 0 where there is none.
 struct Fp8AmaxParams {
   const void* x;     // as above
-  float* amax;       // [] or [rows]; CUDA: zeros
+  float* amax;       // [] or [rows]
   int64_t rows, columns, x_stride;
   bool by_row;
   Dtype dtype;

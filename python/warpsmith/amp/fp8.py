@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from warpsmith._core import checks
 from warpsmith._core.library import raw
 from warpsmith._core.modules import stock
+from warpsmith._core.pending import settled_all
 from warpsmith.amp.fp8_ranks import group_of_forward, require_same_layers
 from warpsmith.ops._linear import LINEAR, capability, under_autocast
 from warpsmith.ops._scaled_linear import (
@@ -24,7 +25,6 @@ from warpsmith.ops._scaled_linear import (
     forget,
     in_fp8,
     is_emulated,
-    settled_all,
 )
 from warpsmith.ops.linear import scaled_linear
 

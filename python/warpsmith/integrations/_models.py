@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from transformers import PreTrainedModel, masking_utils
 
-from warpsmith.integrations._modules import Part, is_ours
+from warpsmith.integrations._modules import Forward, Part, by_name, is_ours
 from warpsmith.integrations._patch import UNKNOWN, Patched, subclass
 from warpsmith.integrations._rows import ROWS, part_of, row_of
 from warpsmith.nn._dispatch import reason_for_torch_scaled_dot_product_attention
@@ -89,6 +92,60 @@ def _head_dim(config: Any) -> int | None:
     return found or (size // heads if isinstance(heads, int) and isinstance(size, int) else None)
 
 
+# Whether the model that runs counts the positions of its tokens itself.
+_counts_positions: ContextVar[bool] = ContextVar("counts_positions", default=False)
+
+
+def _look_for_packed_rows_where_they_may_be() -> None:
+    """Without a mask transformers looks in the positions whether sequences are packed, and the host waits for the
+    device in each forward. Positions that a model has counted itself show none."""
+    look = masking_utils.find_packed_sequence_indices
+    if getattr(look, "of_warpsmith", False):
+        return
+
+    @functools.wraps(look)
+    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+        counted = not is_compiling() and _counts_positions.get()  # compiled code always makes the mask
+        return None if counted else look(position_ids)
+
+    find_packed_sequence_indices.of_warpsmith = True  # type: ignore[attr-defined]
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+
+
+def _says_who_counts(old: Forward) -> Forward:
+    given = by_name(inspect.unwrap(old))
+
+    @functools.wraps(old)
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        if is_compiling():
+            return old(self, *arguments, **options)
+        before = _counts_positions.set(given(arguments, options)["position_ids"] is None)
+        try:
+            return old(self, *arguments, **options)
+        finally:
+            _counts_positions.reset(before)
+
+    return forward
+
+
+_COUNTS = Part("attention", "positions", _says_who_counts)
+
+
+def _let_hosts_run_ahead(done: Patched, model: nn.Module) -> None:
+    """In the base models, ``LlamaModel`` and such, whose own forward counts the positions that it is not given."""
+    _look_for_packed_rows_where_they_may_be()
+    classes: dict[type, Any] = {}
+    for module in model.modules():
+        cls = type(module)
+        if not isinstance(module, PreTrainedModel) or not cls.__name__.endswith("Model") or "forward" in vars(module):
+            continue
+        known = row_of(cls) is not None and part_of(cls) is None and not is_ours(module)
+        if known and "position_ids" in inspect.signature(inspect.unwrap(cls.forward)).parameters:
+            if cls not in classes:
+                classes[cls] = subclass(cls, _COUNTS)
+            done.patch_module(module, classes[cls])
+
+
 def set_attention(done: Patched, model: nn.Module, register: Callable[[], None]) -> None:
     """Gives the outermost models of transformers in a model our attention, once it is registered."""
     inside: set[nn.Module] = set()
@@ -106,3 +163,4 @@ def set_attention(done: Patched, model: nn.Module, register: Callable[[], None])
             module.set_attn_implementation("warpsmith")
             done.replaced["attn_implementation"] = "warpsmith.attention"
             done.on_undo(functools.partial(module.set_attn_implementation, old))
+            _let_hosts_run_ahead(done, module)

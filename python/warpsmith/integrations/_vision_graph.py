@@ -122,7 +122,7 @@ class Reader:
             graph = _trace(module, set(), True)
         except Unread:
             return False
-        named, last = dict(module.named_modules()), next(reversed(graph.nodes)).args[0]
+        named, last = dict(module.named_modules()), next(iter(reversed(graph.nodes))).args[0]
         while isinstance(last, fx.Node) and last.op == "call_module":
             called = named[str(last.target)]
             if type(called) is not nn.Identity:

@@ -6,6 +6,7 @@ from warpsmith.nn._attention import Attention
 from warpsmith.nn._batch_norm import BatchNorm2d, SyncBatchNorm
 from warpsmith.nn._conv import ConvBNReLU
 from warpsmith.nn._cross_entropy import CrossEntropyLoss
+from warpsmith.nn._group_norm import GroupNorm
 from warpsmith.nn._linear import MLP, GatedMLP, Linear, NormLinear
 from warpsmith.nn._linear_loss import LinearCrossEntropyHead
 from warpsmith.nn._norm import AddLayerNorm, AddRMSNorm, DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
@@ -23,6 +24,7 @@ __all__ = [
     "DropoutAddLayerNorm",
     "DropoutAddRMSNorm",
     "GatedMLP",
+    "GroupNorm",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropyHead",

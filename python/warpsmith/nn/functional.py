@@ -1,9 +1,10 @@
 """``torch.nn.functional`` with fused ops in it: ``import warpsmith.nn.functional as F`` in the place of torch's.
 
-Signatures, defaults, dtypes and meaning are torch's. ``layer_norm``, ``rms_norm``, ``linear``, ``cross_entropy``,
-``linear_cross_entropy`` and ``scaled_dot_product_attention`` run our ops where these compute what torch's arguments
-say, and call torch where they do not; ``warpsmith.plan("nn.functional.layer_norm", dtype="float16")`` says which, and
-why. Every other name is torch's own. Under ``torch.autocast`` tensors are cast as torch casts them.
+Signatures, defaults, dtypes and meaning are torch's. ``layer_norm``, ``rms_norm``, ``group_norm``,
+``linear``, ``cross_entropy``, ``linear_cross_entropy`` and ``scaled_dot_product_attention`` run our ops where these
+compute what torch's arguments say, and call torch where they do not;
+``warpsmith.plan("nn.functional.layer_norm", dtype="float16")`` says which, and why. Every other name is torch's own.
+Under ``torch.autocast`` tensors are cast as torch casts them.
 
 What differs: a label out of range is a ``ValueError`` on the CPU and a NaN loss on CUDA; the second derivative of
 ``cross_entropy``, ``linear_cross_entropy`` and attention is refused.
@@ -41,6 +42,7 @@ from warpsmith.nn._dispatch import (
 )
 from warpsmith.ops.attention import attention
 from warpsmith.ops.cross_entropy import cross_entropy as _cross_entropy
+from warpsmith.ops.group_norm import group_norm as _group_norm
 from warpsmith.ops.linear import linear as _linear
 from warpsmith.ops.linear_loss import linear_cross_entropy as _linear_cross_entropy
 from warpsmith.ops.norm import layer_norm as _layer_norm
@@ -121,6 +123,38 @@ def layer_norm(
     rank = len(shape)
     y = _layer_norm(_flat(input, rank), _flat(weight, rank), _flat(bias, rank), eps)  # type: ignore[arg-type]
     return y if rank == 1 else y.view(input.shape)
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """``torch.nn.functional.group_norm`` by :func:`warpsmith.group_norm` where ``input`` is in channels_last.
+
+    Args: torch's.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> x = torch.ones(2, 8, 3, 3).to(memory_format=torch.channels_last)
+        >>> warpsmith.nn.functional.group_norm(x, 4).shape
+        torch.Size([2, 8, 3, 3])
+    """
+    arguments = num_groups, weight, bias, eps
+    if _overridden(input, weight, bias) or not _are_pixels(input, num_groups):
+        return _torch.group_norm(input, *arguments)
+    if _autocasts("group_norm", input):
+        input, weight, bias = _wide(input), _wide(weight), _wide(bias)  # type: ignore[assignment]
+    of_weight, of_bias = None if weight is None else weight.dtype, None if bias is None else bias.dtype
+    if not _affine_fits(tuple(input.shape[1:2]), input.movedim(1, -1), weight, bias) or reason_for_torch_layer_norm(
+        input.dtype, input.device.type, of_weight, of_bias, eps
+    ):
+        return _torch.group_norm(input, *arguments)
+    return _group_norm(input, num_groups, weight, bias, eps)
+
+
+def _are_pixels(x: Tensor, num_groups: int) -> bool:
+    """Whether x is in channels_last, as torch's result would be, with values and whole groups of them."""
+    of_pixels = x.dim() == 4 and x.numel() > 0 and x.is_contiguous(memory_format=torch.channels_last)
+    return of_pixels and num_groups > 0 and x.shape[1] % num_groups == 0
 
 
 def rms_norm(

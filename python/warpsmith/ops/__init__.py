@@ -8,6 +8,8 @@ from warpsmith.ops.activation import bias_gelu, bias_relu, bias_silu, dropout_ad
 from warpsmith.ops.attention import attention, attention_varlen
 from warpsmith.ops.batch_norm import batch_norm
 from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
+from warpsmith.ops.group_norm import group_norm
+from warpsmith.ops.image import normalize_image
 from warpsmith.ops.linear import gated_linear, linear, matmul_symmetric, mlp, scaled_linear
 from warpsmith.ops.linear_loss import linear_cross_entropy, linear_log_prob
 from warpsmith.ops.norm import (
@@ -41,12 +43,14 @@ __all__ = [
     "dropout_add_rms_norm",
     "gated_linear",
     "geglu",
+    "group_norm",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "linear_log_prob",
     "matmul_symmetric",
     "mlp",
+    "normalize_image",
     "qk_norm_rope",
     "quantize_fp8",
     "reglu",

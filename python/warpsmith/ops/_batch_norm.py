@@ -14,28 +14,9 @@ from torch.autograd import forward_ad
 
 from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+from warpsmith.ops._pixels import channels, check_dimensions, check_pair, new_pixels, wide_dtype
 
 NAME = "batch_norm"
-
-
-def _check_pair(op: str, x: Tensor, **pair: Tensor | None) -> None:
-    """Two parameters or statistics of a channel, of one dtype: that of x, or float32 beside a 16-bit x."""
-    found: Tensor | None = None
-    for name, t in pair.items():
-        if t is None:
-            continue
-        if found is not None:
-            checks.same_dtype(op, name, t, found)
-        else:
-            checks.dtype_beside(op, name, t, x.dtype)
-        checks.same_shape(op, name, t, x.shape[1:2])
-        checks.same_device(op, name, t, x)
-        found = t
-
-
-def _check_dimensions(op: str, x: Tensor) -> None:
-    if x.dim() < 2:
-        checks.refuse(op, "x", "at least two dimensions, (N, C, ...)", checks.shape_text(x.shape))
 
 
 def _rows(x: Tensor) -> Any:
@@ -45,19 +26,10 @@ def _rows(x: Tensor) -> Any:
     return rows
 
 
-def _new_pixels(x: Tensor) -> Tensor:
-    """A fake tensor like x in which the channels of a pixel are adjacent."""
-    return x.new_empty((x.shape[0], *x.shape[2:], x.shape[1])).movedim(-1, 1)
-
-
 def _vector(x: Tensor) -> int:
     """Channels of a byte of the mask."""
     whole = 16 // x.dtype.itemsize
     return whole if x.shape[1] % whole == 0 else 1
-
-
-def _wide(t: Tensor) -> torch.dtype:
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
 def _fake_inference(
@@ -73,13 +45,13 @@ def _fake_inference(
     relu: bool,
 ) -> tuple[Tensor, ...]:
     checks.float_dtype(NAME, "x", x)
-    _check_dimensions(NAME, x)
+    check_dimensions(NAME, x)
     if residual is not None:
         checks.same_dtype(NAME, "residual", residual, x)
         checks.same_shape(NAME, "residual", residual, x.shape)
         checks.same_device(NAME, "residual", residual, x)
-    _check_pair(NAME, x, weight=weight, bias=bias)
-    _check_pair(NAME, x, running_mean=running_mean, running_var=running_var)
+    check_pair(NAME, x, weight=weight, bias=bias)
+    check_pair(NAME, x, running_mean=running_mean, running_var=running_var)
     if not training and running_mean is None:
         checks.refuse(NAME, "running_mean", "a tensor when training is False", "None")
     if (running_mean is None) != (running_var is None):
@@ -91,12 +63,12 @@ def _fake_inference(
     if training and checks.known(_rows(x) == 1):
         expected = "more than 1 value per channel when training"
         checks.refuse(NAME, "x", expected, f"input size {checks.shape_text(x.shape)}")
-    return _new_pixels(x), x.new_empty((0,)), x.new_empty((0,))
+    return new_pixels(x), x.new_empty((0,)), x.new_empty((0,))
 
 
 def _fake_forward(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     outputs = _fake_inference(x, residual, *others)
-    statistics = (x.new_empty((x.shape[1],), dtype=_wide(x)) for _ in range(2))
+    statistics = (x.new_empty((x.shape[1],), dtype=wide_dtype(x)) for _ in range(2))
     masked = residual is not None and others[-1]
     mask = x.new_empty((_rows(x), x.shape[1] // _vector(x)) if masked else (0, 0), dtype=torch.uint8)
     return (*outputs, *statistics, mask)
@@ -127,15 +99,15 @@ def _fake_backward(
 ) -> tuple[Tensor, ...]:
     name = NAME + "_backward"
     checks.float_dtype(name, "dy", dy)
-    _check_dimensions(name, x)
+    check_dimensions(name, x)
     checks.same_dtype(name, "x", x, dy)
     checks.same_shape(name, "x", x, dy.shape)
     checks.same_device(name, "x", x, dy)
-    _check_pair(name, x, weight=weight, bias=bias)
+    check_pair(name, x, weight=weight, bias=bias)
     none = dy.new_empty((0,))
     return (
-        _new_pixels(x) if want_dx else none,
-        _new_pixels(x) if want_dresidual and relu else dy.new_empty((0,)),
+        new_pixels(x) if want_dx else none,
+        new_pixels(x) if want_dresidual and relu else dy.new_empty((0,)),
         torch.empty_like(weight) if want_dweight and weight is not None else dy.new_empty((0,)),
         torch.empty_like(bias) if want_dbias and bias is not None else dy.new_empty((0,)),
     )
@@ -143,7 +115,7 @@ def _fake_backward(
 
 def _fake_statistics(x: Tensor) -> Tensor:
     checks.float_dtype(NAME + "_statistics", "x", x)
-    _check_dimensions(NAME + "_statistics", x)
+    check_dimensions(NAME + "_statistics", x)
     return x.new_empty((2, x.shape[1]), dtype=torch.float64)
 
 
@@ -167,10 +139,6 @@ register_fake(NAME + "_inference", _fake_inference)
 register_fake(NAME + "_backward", _fake_backward)
 register_fake(NAME + "_statistics", _fake_statistics)
 register_fake(NAME + "_backward_of_ranks", _fake_backward_of_ranks)
-
-
-def _channels(values: Tensor, x: Tensor) -> Tensor:
-    return values.view(-1, *(1,) * (x.dim() - 2))
 
 
 def _dims(x: Tensor) -> list[int]:
@@ -206,17 +174,17 @@ def _plain_backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Tensor | 
     """In plain torch operations, in float32 or wider: differentiable in turn."""
     if dy is None:
         return {}
-    wide, dims = _wide(saved.x), _dims(saved.x)
+    wide, dims = wide_dtype(saved.x), _dims(saved.x)
     x, g = saved.x.to(wide), dy.to(wide)
     if saved.training:
-        x = x - _channels(x.mean(dims), x)
-        rstd = _channels(torch.rsqrt(x.square().mean(dims) + saved.eps), x)
+        x = x - channels(x.mean(dims), x)
+        rstd = channels(torch.rsqrt(x.square().mean(dims) + saved.eps), x)
     else:
-        x, rstd = x - _channels(saved.mean, x), _channels(saved.rstd, x)
+        x, rstd = x - channels(saved.mean, x), channels(saved.rstd, x)
     x_hat = x * rstd
-    scale = rstd if saved.weight is None else rstd * _channels(saved.weight.to(wide), x)
+    scale = rstd if saved.weight is None else rstd * channels(saved.weight.to(wide), x)
     if saved.relu:
-        bias = 0.0 if saved.bias is None else _channels(saved.bias.to(wide), x)
+        bias = 0.0 if saved.bias is None else channels(saved.bias.to(wide), x)
         g = torch.where(_kept_by_relu(saved, x * scale + bias), g, torch.zeros_like(g))
     grads: dict[str, Tensor | None] = {"residual": g.to(dy.dtype)}
     if wants.weight:
@@ -224,7 +192,7 @@ def _plain_backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Tensor | 
     if wants.bias:
         grads["bias"] = g.sum(dims).to(saved.bias.dtype)
     if saved.training:
-        g = g - _channels(g.mean(dims), g) - x_hat * _channels((g * x_hat).mean(dims), g)
+        g = g - channels(g.mean(dims), g) - x_hat * channels((g * x_hat).mean(dims), g)
     grads["x"] = (scale * g).to(dy.dtype)
     return grads
 
@@ -241,11 +209,11 @@ def _plain(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, ...]:
-    wide, dims = _wide(x), _dims(x)
+    wide, dims = wide_dtype(x), _dims(x)
     v = x.to(wide)
     if training:
         mean = v.mean(dims)
-        squares, rows = (v - _channels(mean, x)).square().sum(dims), x.numel() // max(1, x.shape[1])
+        squares, rows = (v - channels(mean, x)).square().sum(dims), x.numel() // max(1, x.shape[1])
         var = squares / rows
         if running_mean is not None and running_var is not None:
             for old, found in ((running_mean, mean), (running_var, squares / (rows - 1))):
@@ -253,11 +221,11 @@ def _plain(
                 old.copy_(forward_ad.unpack_dual(new).primal)
     else:
         mean, var = (t.to(wide) for t in (running_mean, running_var) if t is not None)
-    v = (v - _channels(mean, x)) * _channels(torch.rsqrt(var + eps), x)
+    v = (v - channels(mean, x)) * channels(torch.rsqrt(var + eps), x)
     if weight is not None:
-        v = v * _channels(weight.to(wide), x)
+        v = v * channels(weight.to(wide), x)
     if bias is not None:
-        v = v + _channels(bias.to(wide), x)
+        v = v + channels(bias.to(wide), x)
     if residual is not None:
         v = v + residual.to(wide)
     return ((torch.relu(v) if relu else v).to(x.dtype), x.new_empty((0,)), x.new_empty((0,)))

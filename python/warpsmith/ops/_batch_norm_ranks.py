@@ -90,7 +90,7 @@ class _AcrossRanks(torch.autograd.Function):
         )
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # type: ignore[attr-defined]  # the public name imports the compiler
 def batch_norm_of_ranks(
     x: Tensor,
     running_mean: Tensor | None,

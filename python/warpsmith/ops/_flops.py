@@ -88,13 +88,12 @@ def _linear(*inputs: Any, out_val: Any = None) -> int:
 
 
 def _linear_backward(*inputs: Any, out_val: Any = None) -> int:
-    want_dx, want_dweight, _ = inputs[-3:]
+    want_dx, want_dweight = inputs[7:9]
     return _layer_flops(inputs[0], inputs[2], want_dx + want_dweight)
 
 
 def _linear_backward_main_grad(*inputs: Any, out_val: Any = None) -> int:
-    want_dx, _ = inputs[-2:]
-    return _layer_flops(inputs[0], inputs[2], 1 + want_dx)
+    return _layer_flops(inputs[0], inputs[2], 1 + inputs[7])
 
 
 def _scaled(*inputs: Any, out_val: Any = None) -> int:

@@ -205,6 +205,7 @@ def _fake_linear(
     bias: Tensor | None,
     main_grad: Tensor | None,
     activation: int,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     _check_linear(x, residual, weight, bias, main_grad)
     keeps = activation != NONE and (activation != RELU or residual is not None)
@@ -226,6 +227,7 @@ def _fake_linear_backward(
     want_dx: bool,
     want_dweight: bool,
     want_dbias: bool,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = _new(dy, weight.shape[1], want_dx)
     dweight = _new_weight_gradient(weight, dy, want_dweight, dweight_dtype)
@@ -242,6 +244,7 @@ def _fake_linear_backward_main_grad(
     activation: int,
     want_dx: bool,
     want_dbias: bool,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     _check_main_grad("linear_backward", main_grad, weight)
     return _new(dy, weight.shape[1], want_dx), _new_bias_gradient(bias, dy, want_dbias)
@@ -389,7 +392,13 @@ def gated(gate: Tensor, up: Tensor, activation: str, *, inplace_backward: bool) 
 
 
 def _plain_linear(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, activation: int
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    main_grad: Tensor | None,
+    activation: int,
+    batch_invariant: bool,
 ) -> Tensor:
     y = _activated(_layer(x, weight, bias), activation)
     return y if residual is None else y + residual
@@ -452,6 +461,7 @@ def _save_linear(inputs: Any, outputs: Any) -> dict[str, Any]:
         "bias": inputs.bias,
         "z": y if of_relu else z,
         "activation": inputs.activation,
+        "batch_invariant": inputs.batch_invariant,
         "destination": Destination.of(LINEAR, inputs.main_grad),
     }
 
@@ -468,11 +478,12 @@ def _linear_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     main_grad = saved.destination.takes(wants.weight)
     gradients: dict[str, Tensor | None] = {"residual": dy}
     if main_grad is not None:
-        dx, dbias = call_raw(_raw_main_grad, dy, x, weight, bias, z, main_grad, activation, wants.x, wants.bias)
+        wanted: tuple[bool, ...] = wants.x, wants.bias, saved.batch_invariant
+        dx, dbias = call_raw(_raw_main_grad, dy, x, weight, bias, z, main_grad, activation, *wanted)
         dweight = saved.destination.nothing_for(weight)
     else:
         wide = _wide_gradient(weight) if wants.weight else None
-        wanted = wants.x, wants.weight, wants.bias
+        wanted = wants.x, wants.weight, wants.bias, saved.batch_invariant
         dx, dweight, dbias = call_raw(_raw_linear_backward, dy, x, weight, bias, z, activation, wide, *wanted)
     return gradients | {"x": dx, "weight": dweight, "bias": dbias}
 

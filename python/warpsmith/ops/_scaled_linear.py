@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 from warpsmith._core.main_grad import is_gathered
+from warpsmith._core.pending import note, settled, total_of
 from warpsmith.ops import _quantize
 from warpsmith.ops._linear import capability
 
@@ -101,11 +102,9 @@ class Fp8State:
         self.x_scale: Tensor | None = None
         self.dy_scale: Tensor | None = None
         self._totals = [
-            *(torch.zeros((), device=device) for _ in range(2)),
-            *(torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2)),
+            *(total_of(torch.zeros((), device=device)) for _ in range(2)),
+            *(total_of(torch.zeros(2, dtype=torch.int64, device=device)) for _ in range(2)),
         ]
-        for total in self._totals:
-            total.pending = []  # type: ignore[attr-defined]
         self.has_run = False  # since the last step, with gradients
 
     x_amax, dy_amax, x_counts, dy_counts = (property(lambda self, i=i: settled(self._totals[i])) for i in range(4))
@@ -113,59 +112,6 @@ class Fp8State:
     def totals(self) -> list[Tensor]:
         """The same four, without what is pending: where ops add to, and what steps write to."""
         return self._totals
-
-
-_MOST_PENDING = 32
-
-
-def _capturing(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-@torch.no_grad()
-def _add(total: Tensor, found: Tensor) -> None:
-    if total.dim():
-        total.add_(found)
-    else:
-        torch.maximum(total, found, out=total)
-
-
-def settled(total: Tensor) -> Tensor:
-    """A total with all that is pending: counts are sums, magnitudes maxima."""
-    pending: list[Tensor] = total.pending  # type: ignore[attr-defined]
-    if pending:
-        some = torch.stack(pending)
-        _add(total, some.sum(0) if total.dim() else some.amax())
-        pending.clear()
-    return total
-
-
-def settled_all(totals: Sequence[Tensor]) -> Tensor:
-    """Several magnitudes with all that is pending, in few launches; what was pending is dropped."""
-    found = torch.stack(list(totals))
-    pending: list[list[Tensor]] = [t.pending for t in totals]  # type: ignore[attr-defined]
-    if _capturing(found):
-        return found
-    for i in range(max(map(len, pending), default=0)):
-        some = [p[i] if i < len(p) else t for p, t in zip(pending, totals, strict=True)]
-        found = torch.maximum(found, torch.stack(some))
-    for some in pending:
-        some.clear()
-    return found
-
-
-def note(total: Tensor | None, found: Tensor | None) -> None:
-    """Adds what a cast has counted, or the largest magnitude that it has seen, to what a layer keeps: to a list, which
-    a launch takes whole. In graphs, which are captured or compiled, at once."""
-    if total is None or found is None or found.dim() != total.dim():
-        return
-    found = found.detach() if found.requires_grad else found
-    if is_compiling() or type(found) is not Tensor or _capturing(found):
-        _add(total, found)
-        return
-    total.pending.append(found)  # type: ignore[attr-defined]
-    if len(total.pending) >= _MOST_PENDING:  # type: ignore[attr-defined]
-        settled(total)
 
 
 # ---- what runs where

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
 from warpsmith._core import checks
 from warpsmith.ops._batch_norm import function
-
-NCHW = (
-    "batch_norm: x: expected channels_last, got NCHW, which every call copies once; write "
-    "model.to(memory_format=torch.channels_last), and the same for its input"
-)
+from warpsmith.ops._pixels import warn_of_nchw
 
 
 def batch_norm(
@@ -79,9 +73,8 @@ def batch_norm(
     """
     if activation is not None:
         checks.one_of("batch_norm", "activation", activation, (None, "relu"))
-    if isinstance(x, Tensor) and x.dim() > 2 and not torch.compiler.is_compiling():
-        if x.stride(1) != 1 and x.shape[1] > 1 and x.is_contiguous():
-            warnings.warn(NCHW, stacklevel=2)
+    if not torch.compiler.is_compiling():
+        warn_of_nchw("batch_norm", x)
     relu = activation is not None
     y, new_mean, new_var = function(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu)
     if training and running_mean is not None and running_var is not None:

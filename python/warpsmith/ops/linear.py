@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from warpsmith._core import checks
 from warpsmith._core.main_grad import check_main_grad
+from warpsmith._core.pending import note
 from warpsmith.ops import _linear, _linear_symmetric, _scaled_linear
 from warpsmith.ops._scaled_linear import SCALED, Fp8Recipe, Fp8State
 
@@ -22,6 +23,7 @@ def linear(
     *,
     residual: Tensor | None = None,
     main_grad: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     r"""A linear layer, its activation and a residual sum.
 
@@ -40,6 +42,9 @@ def linear(
             wait for a gradient run. Only in eager mode. Over ranks :func:`warpsmith.distributed.accurate_hook` and
             :class:`warpsmith.distributed.ShardedOptimizer` reduce it, as ``weight.main_grad``, and the parameter gets
             None; other ways that would not reduce it are refused.
+        batch_invariant: the bits of a row of the result, and of the gradient of ``x``, depend on that row and the
+            weights alone, not on the number of rows: each sum is one chain in the order of k, by our products, on
+            Hopper cards alone, in 16 bits, with all rows on 16 bytes.
 
     Returns:
         A contiguous tensor of shape (..., N) and the dtype of ``x``. Under autocast ``x``, ``weight``, ``bias`` and
@@ -53,7 +58,8 @@ def linear(
     which repeat bit for bit. The host does not wait.
 
     Raises:
-        ValueError: a dtype, shape, device or name that does not fit. Nothing has changed.
+        ValueError: a dtype, shape, device or name that does not fit; ``batch_invariant`` where our products cannot run,
+            as on the CPU, whose library gives no such promise. Nothing has changed.
 
     Source: the pre-activation written by the product follows llm.c, https://github.com/karpathy/llm.c.
 
@@ -62,7 +68,9 @@ def linear(
         >>> warpsmith.linear(torch.ones(2, 3), torch.ones(4, 3), activation="relu", residual=torch.ones(2, 4))[0]
         tensor([4., 4., 4., 4.])
     """
-    if activation is None and residual is None and main_grad is None and _linear.is_torchs(x, weight, bias):
+    if batch_invariant is not False:
+        checks.flags(_LINEAR, batch_invariant=batch_invariant)
+    elif activation is None and residual is None and main_grad is None and _linear.is_torchs(x, weight, bias):
         try:
             return functional.linear(x, weight, bias)
         except RuntimeError:
@@ -71,7 +79,7 @@ def linear(
     if main_grad is not None:
         check_main_grad(_LINEAR, main_grad, weight, x=x, bias=bias, residual=residual)
     operands = _linear.under_autocast(_LINEAR, x=x, residual=residual, weight=weight, bias=bias)
-    return _linear.linear(*operands, main_grad, number)
+    return _linear.linear(*operands, main_grad, number, bool(batch_invariant))
 
 
 def mlp(
@@ -239,8 +247,8 @@ def scaled_linear(
         return y
     counts, amax = shared[2:] or (counts, amax)
     state.has_run = True
-    _scaled_linear.note(x_counts, counts)
-    _scaled_linear.note(x_amax, amax)
+    note(x_counts, counts)
+    note(x_amax, amax)
     return y
 
 

@@ -29,6 +29,7 @@ class _Matrix(NamedTuple):
     """A parameter of a group of matrices that has a gradient."""
 
     param: Tensor
+    grad: Tensor
     group: int
 
 
@@ -52,9 +53,9 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: (a, b, c). ns_steps: k, at most 99.
         adjust_lr_fn: :math:`\gamma'` of an (A, B) matrix: None or "original": :math:`\gamma \sqrt{\max(1, A / B)}`;
             "match_rms_adamw": :math:`0.2 \gamma \sqrt{\max(A, B)}`.
-        newton_schulz: "standard": in bfloat16, as torch. "gram": the polynomials multiply A, in float16, and the
-            matrix is multiplied after the second and the last step; less work for matrices that are not square, other
-            roundings. Also an option of a group.
+        newton_schulz: "standard": in bfloat16, as torch. "gram": the polynomials multiply A, in float16 (on the CPU
+            float32), and the matrix is multiplied after the second and the last step; less work for matrices that are
+            not square, other roundings. Also an option of a group.
         others: None: other parameters than matrices are refused. "adamw": they are stepped as by
             :class:`warpsmith.optim.AdamW`, in groups of their own, with ``others=True``. So are those of a group that
             is given with ``others=True``, and parameters given with names that match ``others_names``.
@@ -285,7 +286,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def _update(self) -> None:
         active = [
-            _Matrix(p, number)
+            _Matrix(p, p.grad, number)
             for number, group in enumerate(self.param_groups)
             if not group.get("others")
             for p in group["params"]
@@ -296,7 +297,7 @@ class Muon(torch.optim.Optimizer):
         scale, found_inf = (lists.whole(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
         for matrix in active:
             buffer, _ = self._aliases[matrix.param]
-            buffer.grad = matrix.param.grad
+            buffer.grad = matrix.grad
         self._run(momentum, scale, found_inf)
         for matrices in _batches(active, self.param_groups):
             self._orthogonalise(matrices, scale)
@@ -317,15 +318,18 @@ class Muon(torch.optim.Optimizer):
         group, first = self.param_groups[matrices[0].group], matrices[0].param
         u = torch.empty((len(matrices), *first.shape), dtype=torch.bfloat16, device=first.device)
         factor = None if scale is None else lists.moved(scale, first.device).float().reciprocal()
+        eps, momentum = float(group["eps"]), float(group["momentum"])
         for out, matrix in zip(u.unbind(0), matrices, strict=True):
-            g, b = matrix.param.grad, self.state[matrix.param][BUFFER]
-            if group["nesterov"]:
-                g = g if factor is None else g * factor
-                out.copy_(torch.lerp(g.to(b.dtype), b, group["momentum"]))
+            buffer = self.state[matrix.param][BUFFER]
+            if group["nesterov"] and momentum > 0:  # U over the momentum, in one pass
+                g = matrix.grad if factor is None else matrix.grad * factor
+                torch.add(buffer, g, alpha=(1 - momentum) / momentum, out=out)
             else:
-                out.copy_(b)
-        values = tuple(map(float, group["ns_coefficients"])), float(group["eps"]), group["ns_steps"]
-        u = iteration.newton_schulz(u, group["newton_schulz"], *values)  # type: ignore[arg-type]
+                out.copy_(buffer)
+        if group["nesterov"] and momentum > 0:
+            eps /= momentum
+        a, b, c = map(float, group["ns_coefficients"])
+        u = iteration.newton_schulz(u, group["newton_schulz"], (a, b, c), eps, group["ns_steps"])
         for step, matrix in zip(u.unbind(0), matrices, strict=True):
             wide = matrix.param.dtype == torch.float64  # no step takes another dtype beside it
             self._aliases[matrix.param][1].grad = step.double() if wide else step
@@ -341,11 +345,13 @@ class Muon(torch.optim.Optimizer):
             if BUFFER not in state:
                 if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError(f"{_OP}: take one step before the capture: a replay would make the states anew")
-                precision, grad = self.param_groups[matrix.group]["precision"], matrix.param.grad
+                precision, grad = self.param_groups[matrix.group]["precision"], matrix.grad
                 dtype = torch.float32 if precision in _WIDE else grad.dtype
                 dtype = torch.bfloat16 if precision == "bf16_states" else dtype
                 state[BUFFER] = torch.zeros_like(grad, dtype=dtype, memory_format=torch.preserve_format)
-        known = tuple((id(p), number, self._ratio(m), id(self.state[p][BUFFER])) for m in active for p, number in (m,))
+        known = tuple(
+            (id(p), number, self._ratio(m), id(self.state[p][BUFFER])) for m in active for p, _, number in (m,)
+        )
         if not self._parts or known != self._known:
             self._build(active)
             self._known = known

@@ -32,8 +32,10 @@ def linear(
     *,
     residual: Tensor | None = None,
     main_grad: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
-    """``activation(x @ weight^T + bias) + residual``; main_grad, where a gradient goes, has no meaning here."""
+    """``activation(x @ weight^T + bias) + residual``; main_grad, where a gradient goes, and batch_invariant have no
+    meaning here."""
     y = _activated(_projected(x, weight, bias), activation)
     return y if residual is None else y + residual
 
@@ -85,8 +87,8 @@ def matmul_symmetric(x: Tensor) -> Tensor:
 
 
 class _Scaled(torch.autograd.Function):
-    """Three products of what casts leave of their factors. Scales of rows are absorbed: the gradients' products take the
-    same bytes of x and of the weight, and the gradient is multiplied by their scales before it is cast."""
+    """Three products of what casts leave of their factors. Scales of rows are absorbed: the gradients' products take
+    the same bytes of x and of the weight, and the gradient is multiplied by their scales before it is cast."""
 
     @staticmethod
     def kept(t: Tensor, ctx: Any, dtype: torch.dtype, weight: bool = False, columns: bool = False) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from warpsmith import _C
+from warpsmith._core.pending import settle
 from warpsmith._core.tensor_list import ADDRESS_READER, local
 
 Skip = Callable[[Any, Any], bool]  # (container, key): an entry that is not looked at
@@ -276,12 +277,14 @@ class StepState:
     @torch.no_grad()
     def restore(self, copies: Sequence[Tensor]) -> None:
         """Writes copies back in place."""
+        settle()
         for part, copy in zip(self.parts, copies, strict=True):
             part.detach().copy_(copy)
 
 
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies: each on its tensor's device if there is room for all of them twice, else on the host."""
+    settle()
     by_device: dict[torch.device, int] = {}
     for t in tensors:
         by_device[t.device] = by_device.get(t.device, 0) + t.numel() * t.element_size()

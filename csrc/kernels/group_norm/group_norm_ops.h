@@ -1,0 +1,4 @@
+#pragma once
+
+// The ops of the family, a row each: ROW(op). This file is installed with the headers of the C++ functions.
+#define WARPSMITH_GROUP_NORM_OPS(ROW) ROW(group_norm)

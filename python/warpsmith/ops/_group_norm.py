@@ -1,0 +1,124 @@
+"""group_norm's fakes and gradients: raw ops of ``(x, num_groups, weight, bias, eps, silu)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpsmith._core import checks
+from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+from warpsmith.ops._pixels import channels, check_dimensions, check_pair, new_pixels, wide_dtype
+
+NAME = "group_norm"
+
+
+def _check_groups(op: str, x: Tensor, num_groups: int) -> None:
+    if num_groups < 1 or checks.known(x.shape[1] % num_groups != 0):
+        checks.refuse(op, "num_groups", f"a divisor of {x.shape[1]} channels", str(num_groups))
+
+
+def _fake_inference(
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool
+) -> Tensor:
+    checks.float_dtype(NAME, "x", x)
+    check_dimensions(NAME, x)
+    _check_groups(NAME, x, num_groups)
+    check_pair(NAME, x, weight=weight, bias=bias)
+    checks.refuse_non_eps(NAME, eps)
+    return new_pixels(x)
+
+
+def _fake_forward(x: Tensor, num_groups: int, *others: Any) -> tuple[Tensor, ...]:
+    y = _fake_inference(x, num_groups, *others)
+    return (y, *(x.new_empty((x.shape[0], num_groups), dtype=wide_dtype(x)) for _ in range(2)))
+
+
+def _fake_backward(
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    silu: bool,
+    want_dx: bool,
+    want_dweight: bool,
+    want_dbias: bool,
+) -> tuple[Tensor, ...]:
+    name = NAME + "_backward"
+    checks.float_dtype(name, "dy", dy)
+    check_dimensions(name, x)
+    checks.same_dtype(name, "x", x, dy)
+    checks.same_shape(name, "x", x, dy.shape)
+    checks.same_device(name, "x", x, dy)
+    _check_groups(name, x, num_groups)
+    check_pair(name, x, weight=weight, bias=bias)
+    return (
+        new_pixels(x) if want_dx else dy.new_empty((0,)),
+        torch.empty_like(weight) if want_dweight and weight is not None else dy.new_empty((0,)),
+        torch.empty_like(bias) if want_dbias and bias is not None else dy.new_empty((0,)),
+    )
+
+
+register_fake(NAME, _fake_forward)
+register_fake(NAME + "_forward", _fake_forward)
+register_fake(NAME + "_inference", _fake_inference)
+register_fake(NAME + "_backward", _fake_backward)
+
+
+def _backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+    found = call_raw(
+        raw.group_norm_backward.default,
+        *(dy, saved.x, saved.num_groups, saved.weight, saved.bias, saved.mean, saved.rstd, saved.silu),
+        *(wants.x, wants.weight, wants.bias),
+    )
+    return dict(zip(("x", "weight", "bias"), found, strict=True))
+
+
+def _plain_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+    """In plain torch operations, in float32 or wider: differentiable in turn."""
+    wide = wide_dtype(saved.x)
+    x, g = saved.x.to(wide), dy.to(wide)
+    dims = [d for d in range(x.dim()) if d != 1]
+
+    def mean_of_groups(t: Tensor) -> Tensor:
+        grouped = t.unflatten(1, (saved.num_groups, t.shape[1] // saved.num_groups))
+        return grouped.mean(list(range(2, grouped.dim())), keepdim=True).expand_as(grouped).flatten(1, 2)
+
+    centered = x - mean_of_groups(x)
+    rstd = torch.rsqrt(mean_of_groups(centered.square()) + saved.eps)
+    x_hat = centered * rstd
+    weight = 1.0 if saved.weight is None else channels(saved.weight.to(wide), x)
+    if saved.silu:
+        v = x_hat * weight + (0.0 if saved.bias is None else channels(saved.bias.to(wide), x))
+        s = torch.sigmoid(v)
+        g = g * (s + v * s * (1 - s))
+    grads: dict[str, Tensor | None] = {}
+    if wants.weight:
+        grads["weight"] = (g * x_hat).sum(dims).to(saved.weight.dtype)
+    if wants.bias:
+        grads["bias"] = g.sum(dims).to(saved.bias.dtype)
+    g = g * weight
+    grads["x"] = ((g - mean_of_groups(g) - x_hat * mean_of_groups(g * x_hat)) * rstd).to(dy.dtype)
+    return grads
+
+
+def _plain(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
+    from warpsmith.reference.group_norm import group_norm
+
+    return group_norm(x, num_groups, weight, bias, eps, activation="silu" if silu else None)
+
+
+function = differentiable(
+    NAME,
+    forward=raw.group_norm_forward.default,
+    inference=raw.group_norm_inference.default,
+    public=1,
+    save=("x", "num_groups", "weight", "bias", "mean", "rstd", "silu", "eps"),
+    backward=_backward,
+    differentiable_backward=_plain_backward,
+    plain=_plain,
+)

@@ -1,0 +1,247 @@
+"""group_norm under the law in NHWC, and what only it has: torch's layouts and refusals, long groups, clusters."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import warpsmith
+from warpsmith.reference.group_norm import group_norm as reference
+from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
+from warpsmith.testing.sim import is_loaded
+
+from tests.dispatched import Dispatched
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WIDE = {"weight": FP32, "bias": FP32}
+
+
+def inputs(case, rng):
+    """x is (N, ..., C): the harness lays out rows of channels, as they lie in channels_last."""
+    channels, o = case.shape[-1:], case.options
+    affine = o.get("affine", "weight and bias")
+    return {
+        "x": rng.normal(case.shape, mean=o.get("mean", 0.3), std=o.get("std", 1.0)),
+        "num_groups": o.get("groups", 1),
+        "weight": rng.normal(channels, mean=1.0, std=0.3) if "weight" in affine else None,
+        "bias": rng.normal(channels) if "bias" in affine else None,
+        "activation": o.get("activation"),
+    }
+
+
+def of_pixels(function):
+    @functools.wraps(function)
+    def call(x, **others):
+        return function(x if x.dim() < 2 else x.movedim(-1, 1), **others).movedim(1, -1)
+
+    return call
+
+
+def plain(x, num_groups, weight, bias, activation):
+    """Plain PyTorch as users have it, in one dtype; what it refuses is the reference's."""
+    if 0 in x.shape or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
+        return reference(x, num_groups, weight, bias, activation=activation)
+    if weight is None and bias is not None:  # whose gradient torch then refuses
+        weight = torch.ones_like(bias)
+    y = F.group_norm(x, num_groups, weight, bias)
+    return F.silu(y) if activation else y
+
+
+SILU = {"activation": "silu"}
+CASES = [
+    *(Case((3, 4, 5, channels), dtype, options={"groups": groups, **o})
+      for channels, groups in ((8, 2), (16, 16), (33, 3), (64, 1), (40, 4), (320, 32)) for dtype in (BF16, FP32)
+      for o in ({}, SILU)),
+    *(Case((3, 4, 5, 24), FP16, options={"groups": 3, **o}) for o in ({}, SILU)),
+    *(Case((2, 3, 3, 12), FP64, options={"groups": groups, **o}) for groups in (1, 4) for o in ({}, SILU)),
+    *(Case((2, 3, 7, 24), dtype, dtypes=WIDE, options={"groups": 2, **SILU}) for dtype in (BF16, FP16)),
+    *(Case((2, 3, 7, 24), dtype, options={"groups": 2, "affine": affine, **SILU})
+      for dtype in (BF16, FP32) for affine in ("none", "weight", "bias")),
+    Case((70, 24), FP32, options={"groups": 2}),
+    Case((2, 2, 3, 5, 16), FP32, options={"groups": 4, **SILU}),
+    Case((2, 31, 29, 40), BF16, options={"groups": 4, **SILU}),  # turns
+    Case((2, 9, 40, 16), FP32, options={"groups": 2}),
+    Case((3, 4, 5, 64), FP32, options={"groups": 8, "mean": 1e3}),
+    Case((3, 4, 5, 64), FP32, options={"groups": 8, "std": 1e-3, "mean": 10.0}),
+    Case((2, 3, 2, 2056), FP32, options={"groups": 1, **SILU}),  # more vectors than threads
+    Case((2, 2, 2, 2310), BF16, options={"groups": 2}),
+]  # fmt: skip
+
+
+def floor(case):
+    """x twice and y once; dy and x twice and dx once: the second reads are the L2 cache's."""
+    size = case.dtype.itemsize * torch.Size(case.shape).numel()
+    return {"forward": 3 * size, "backward": 5 * size}
+
+
+def bytes_beside(case, given):
+    """Every thread of a pass reads the parameters of its channels, backward the statistics too. A block writes two sums
+    of each channel, which are read once, and reads the weight once more."""
+    samples, channels, itemsize = case.shape[0], case.shape[-1], case.dtype.itemsize
+    pixels = torch.Size(case.shape[1:-1]).numel()
+    kinds = {"samples": samples, "pixels": pixels, "channels": channels, "groups": given["num_groups"]}
+    plan = sim.plan("group_norm", **kinds, dtype=str(case.dtype).removeprefix("torch."))
+    weight, bias = (itemsize * (given[n] is not None) for n in ("weight", "bias"))
+
+    def slices_and_readers(p):
+        slices = samples * p["cluster"]
+        return slices, slices * (p["threads"] // p["threads_a_pixel"]) * channels
+
+    _, readers = slices_and_readers(plan["forward"])
+    slices, again = slices_and_readers(plan["backward"])
+    sums = (weight > 0) + (bias > 0)
+    of_thread = 8 + weight + bias * (given["activation"] is not None)
+    read = 2 * again * of_thread + slices * channels * (weight + 4 * sums)
+    return {
+        "forward": (readers * (weight + bias), 8 * samples * given["num_groups"]),
+        "backward": (read, 8 * slices * channels * (sums > 0) + channels * (weight + bias)),
+    }
+
+
+def raw_forward(g):
+    return (g["x"].movedim(-1, 1), g["num_groups"], g["weight"], g["bias"], 1e-5, True)
+
+
+def raw_backward(g):
+    x = g["x"].movedim(-1, 1)
+    wide = FP64 if x.dtype == FP64 else FP32
+    statistics = torch.ones(x.shape[0], g["num_groups"], dtype=wide, device=x.device)
+    parameters = g["num_groups"], g["weight"], g["bias"]
+    return (torch.ones_like(x), x, *parameters, statistics, statistics, True, *(True,) * 3)
+
+
+def enough_values(draw, st, case):
+    """Statistics of few values are all rounding; groups divide the channels that were drawn."""
+    shape = case.shape if len(case.shape) > 1 else (1, *case.shape)
+    divisors = [d for d in range(1, shape[-1] + 1) if shape[-1] % d == 0 and shape[-1] // d > 1] or [1]
+    options = {"groups": draw(st.sampled_from(divisors)), **draw(st.sampled_from(({}, SILU)))}
+    return case.but(shape=(shape[0], 8, *shape[1:]), options=options)
+
+
+raw = torch.ops.warpsmith
+SPEC = OpSpec(
+    name="group_norm",
+    op=of_pixels(warpsmith.group_norm),
+    reference=of_pixels(reference),
+    baseline=of_pixels(plain),
+    inputs=inputs,
+    cases=CASES,
+    differentiable=("x", "weight", "bias"),
+    laid_out=("x",),
+    expanded=(),
+    double_backward=True,
+    traced="warpsmith::group_norm",
+    gradcheck_cases=[Case((2, 2, 2, 4), FP64, options={"groups": 2, **o}) for o in ({}, SILU)],
+    redraw=enough_values,
+    random_cases=2000,
+    one_element=False,
+    edge_steps=2,  # the backward works from the rounded mean and rstd
+    opcheck={
+        raw.group_norm.default: raw_forward,
+        raw.group_norm_forward.default: raw_forward,
+        raw.group_norm_inference.default: raw_forward,
+        raw.group_norm_backward.default: raw_backward,
+    },
+    floor_bytes=floor,
+    bytes_beside=bytes_beside,
+    bad_inputs=[
+        BadInput("integers", but(x=lambda g: g["x"].int()), r"x: expected float32.*got int32"),
+        BadInput("vector", but(x=lambda g: g["x"][0, 0, 0]), "x: expected at least two dimensions"),
+        BadInput("groups", but(num_groups=lambda g: 5), "num_groups: expected a divisor of 8 channels, got 5"),
+        BadInput("no groups", but(num_groups=lambda g: 0), "num_groups: expected a divisor of 8 channels, got 0"),
+        BadInput("short weight", but(weight=lambda g: g["weight"][:-1]), r"weight: expected shape \(\d+\), got"),
+        BadInput("weight dtype", but(weight=lambda g: g["weight"].half()),
+                 "weight: expected bfloat16 or float32, got float16"),
+        BadInput("bias beside a weight", but(bias=lambda g: g["bias"].float()), "bias: expected bfloat16, got float32"),
+        BadInput("activation", but(activation=lambda g: "gelu"), "activation: expected one of None, silu, got"),
+        BadInput("meta weight", but(weight=lambda g: g["weight"].to("meta")), "weight: expected a", fake=False),
+        BadInput("negative eps", but(eps=lambda g: -1.0), "eps: expected a finite number >= 0, got -1", fake=False),
+        NO_FLOAT64_ON_CUDA,
+    ],
+)  # fmt: skip
+
+TestGroupNorm = op_tests(SPEC)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_squares_beyond_float32_are_no_infinity(dtype, device):
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 16, 700, generator=g).to(dtype), torch.rand(16, generator=g).to(dtype)
+    x[0, 3, 350] = torch.finfo(dtype).max
+    y = warpsmith.group_norm(x.to(device), 4, weight.to(device)).double().cpu()
+    exact = reference(x.double(), 4, weight.double())
+    assert ((y - exact).abs() <= 2 * torch.finfo(dtype).eps * exact.abs().amax()).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["NCHW", "slice of channels", "misaligned slice"])
+def test_layouts_of_torch_give_the_same_bits(layout, device):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 16, 5, 3, generator=g).to(device).to(memory_format=torch.channels_last)
+    expected = warpsmith.group_norm(x, 4, activation="silu")
+    assert expected.is_contiguous(memory_format=torch.channels_last)
+    if layout == "NCHW":
+        x = x.contiguous()
+    else:
+        first = 16 if layout == "slice of channels" else 3
+        wide = torch.zeros(2, 64, 5, 3, device=device).to(memory_format=torch.channels_last)
+        wide[:, first : first + 16] = x
+        x = wide[:, first : first + 16]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(warpsmith.group_norm(x, 4, activation="silu"), expected)
+
+
+@pytest.mark.not_on_sim("torch's samples in float64")
+def test_torchs_sample_inputs():
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    info, count = next(i for i in op_db if i.name == "nn.functional.group_norm"), 0
+    for sample in info.sample_inputs("cpu", FP64, requires_grad=True):
+        if sample.kwargs.get("eps", 0) < 0:  # refused
+            continue
+        given = [sample.input, *sample.args]
+        y, expected = (f(*given, **sample.kwargs) for f in (warpsmith.group_norm, F.group_norm))
+        torch.testing.assert_close(y, expected)
+        learned = [sample.input, *(t for t in sample.kwargs.values() if isinstance(t, torch.Tensor))]
+        torch.testing.assert_close(*(torch.autograd.grad(t, learned, t.detach().cos()) for t in (y, expected)))
+        count += 1
+    assert count > 3
+
+
+@pytest.mark.not_on_sim("which op torch's function calls")
+@pytest.mark.parametrize("pixels", [True, False])
+def test_torchs_function_takes_channels_last(pixels):
+    x, weight = torch.randn(2, 6, 5, 3), torch.randn(6)
+    x = x.to(memory_format=torch.channels_last) if pixels else x
+    with Dispatched() as ops:
+        y = warpsmith.nn.functional.group_norm(x, 3, weight, eps=1e-3)
+    torch.testing.assert_close(y, F.group_norm(x, 3, weight, eps=1e-3))
+    assert y.stride() == x.stride() and bool(ops.calls) == pixels
+
+
+def test_plan_says_how_a_sample_is_shared():
+    plan = warpsmith.plan("group_norm", samples=16, pixels=64 * 64, channels=320, groups=32)
+    assert plan["forward"]["range_channels"] % 40 == 0 and plan["forward"]["blocks"] >= 0.9 * 2 * 132
+    assert plan["backward"]["range_channels"] <= plan["forward"]["range_channels"]
+
+
+@pytest.mark.skipif(not is_loaded(), reason="no simulated kernels in this process (--sim)")
+@pytest.mark.parametrize("multiprocessors", [1, 7, 40])
+def test_blocks_of_a_cluster_share_a_sample(multiprocessors):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 24, 700, generator=g).requires_grad_()
+    weight = torch.rand(24, generator=g).requires_grad_()
+    results = []
+    for function in (warpsmith.group_norm, reference):
+        with sim.machine(multiprocessors=multiprocessors), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            y = function(x, 3, weight, activation="silu")
+            results.append([y, *torch.autograd.grad(y, (x, weight), y.detach().cos())])
+    torch.testing.assert_close(*results)

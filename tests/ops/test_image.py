@@ -1,0 +1,98 @@
+"""normalize_image under the law: bytes of images become numbers in channels_last."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import warpsmith
+from warpsmith.reference.image import normalize_image as reference
+from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+
+from tests.ops.public_calls import but
+
+FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+
+
+def inputs(case, rng):
+    x, flip = rng.integers(case.shape, 0, 256).to(torch.uint8), case.options.get("flip", True)
+    flips = rng.integers(case.shape[:1], 0, 2).bool() if flip else None
+    return {"x": x, "mean": MEAN, "std": STD, "flip": flips, "dtype": case.options.get("to", FP16)}
+
+
+PLAIN = [Case((3, 8, 16, 3), options={"to": to, "flip": False}) for to in (FP16, FP32)]
+CASES = [
+    *(
+        Case(shape, options={"to": to})
+        for shape in ((1, 1, 1, 3), (2, 1, 7, 3), (5, 3, 8, 3), (3, 7, 5, 3), (2, 32, 40, 3), (9, 16, 16, 3))
+        for to in (FP16, BF16, FP32)
+    ),
+    *PLAIN,
+    Case((3, 7, 5, 3), options={"flip": False}),
+]
+TestNormalizeImage = op_tests(
+    OpSpec(
+        name="normalize_image",
+        op=warpsmith.normalize_image,
+        reference=reference,
+        oracle=lambda case, **given: reference(**{**given, "dtype": torch.float64}),
+        inputs=inputs,
+        cases=CASES,
+        laid_out=("x",),
+        batched=("x", "flip"),
+        edge_inputs=(),
+        float64_devices=(),
+        one_element=False,  # of three channels
+        zero_sizes=False,  # likewise: test_nothing
+        traced="warpsmith::normalize_image",
+        opcheck={
+            torch.ops.warpsmith.normalize_image.default: lambda g: (
+                g["x"], [*g["mean"]], [*g["std"]], g["flip"], g["dtype"],
+            ),
+        },
+        floor_bytes=lambda case: {
+            "forward": torch.Size(case.shape).numel() * (1 + case.options.get("to", FP16).itemsize)
+        },
+        bytes_cases=PLAIN,
+        redraw=lambda draw, st, case: case.but(shape=(*case.shape[:3], 3)),
+        bad_inputs=[
+            BadInput("dtype", but(x=lambda g: g["x"].float()), "x: expected uint8, got float32"),
+            BadInput("channels", but(x=lambda g: g["x"][..., :1]), r"x: expected shape \(N, H, W, 3\), got"),
+            BadInput("dimensions", but(x=lambda g: g["x"][0]), r"x: expected shape \(N, H, W, 3\), got"),
+            BadInput("no_tensor", but(x=lambda g: 3.0), "x: expected a tensor, got the float", TypeError, fake=False),
+            BadInput("two", but(mean=lambda g: (0.1, 0.2)), "mean: expected three numbers, got 2 of them"),
+            BadInput("text", but(mean=lambda g: "abc"), "mean: expected three numbers, got", TypeError),
+            BadInput("a_tensor", but(std=lambda g: torch.ones(3)), "std: expected three numbers, got", TypeError),
+            BadInput("zero", but(std=lambda g: (1.0, 0.0, 1.0)), "std: expected positive numbers, got 0"),
+            BadInput("nan", but(mean=lambda g: (1.0, float("nan"), 1.0)), "mean: expected a finite number"),
+            BadInput("flags", but(flip=lambda g: torch.ones(len(g["x"]))), "flip: expected bool, got float32"),
+            BadInput(
+                "flags_shape", but(flip=lambda g: torch.ones(99, dtype=torch.bool)), r"flip: expected shape \(.*\), got"
+            ),
+            BadInput("to", but(dtype=lambda g: torch.int8), "dtype: expected float32, float16 or bfloat16, got int8"),
+        ],
+    )
+)  # fmt: skip
+
+
+def test_the_layout_is_channels_last_and_torchvisions_arithmetic():
+    x = torch.randint(256, (2, 6, 8, 3), dtype=torch.uint8)
+    y = warpsmith.normalize_image(x, MEAN, STD, dtype=FP32)
+    assert y.shape == (2, 3, 6, 8) and y.is_contiguous(memory_format=torch.channels_last)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (MEAN, STD))
+    torch.testing.assert_close(y, (x.permute(0, 3, 1, 2).float() / 255 - mean) / std, rtol=1e-6, atol=1e-6)
+    mirrored = warpsmith.normalize_image(x, MEAN, STD, dtype=FP32, flip=torch.tensor([False, True]))
+    assert torch.equal(mirrored[0], y[0]) and torch.equal(mirrored[1], y[1].flip(-1))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 4, 3), (2, 0, 4, 3), (2, 4, 0, 3)])
+def test_nothing(shape):
+    y = warpsmith.normalize_image(torch.empty(shape, dtype=torch.uint8), MEAN, STD)
+    assert y.shape == (shape[0], 3, *shape[1:3]) and y.dtype == FP16
+
+
+def test_numbers_of_numpy_and_lists():
+    np = pytest.importorskip("numpy")
+    x = torch.randint(256, (1, 4, 4, 3), dtype=torch.uint8)
+    expected = warpsmith.normalize_image(x, MEAN, STD)
+    assert torch.equal(warpsmith.normalize_image(x, [*map(np.float64, MEAN)], list(STD)), expected)
