@@ -31,8 +31,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   // 2^-16 steps of an epilogue with arithmetic for each stage: at least one of `gated`, at most one where panels are
   // handed over.
   static constexpr int pace(int blocks) {
-    return kernel.hands_over() ? std::min(1 << 16, (kSteps << 16) / blocks)
-                               : std::max(1 << 16, ((kSteps << 16) + blocks - 1) / blocks);
+    const int even = ((kSteps << 16) + blocks - 1) / blocks;
+    return kernel.hands_over() ? std::min(1 << 16, even) : std::max(1 << 16, even);
   }
   static_assert(kernel.defers() || !kernel.computes());
   static_assert(!kernel.hands_over() || kTilePanels % 2 == 0, "the parity in pass_panel");
