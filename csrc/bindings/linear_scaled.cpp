@@ -5,10 +5,6 @@
 #include "bindings/support/quantize.h"
 #include "bindings/support/scratch.h"
 
-#ifdef WARPSMITH_CUBLAS_LT
-#include "libraries/cublas_lt.h"
-#endif
-
 #ifdef WARPSMITH_CUDA
 // Absent in CPU builds of torch; reached only with a CUDA tensor in hand.
 extern "C" __attribute__((weak)) AOTITorchError
@@ -213,50 +209,14 @@ Tensor aligned(const char* op, const Tensor& scale) {
 }
 
 // out = a @ b^T + bias by a kept plan of cuBLASLt. False, and nothing is written, where it has none.
-bool multiply_by_plan([[maybe_unused]] const char* op, [[maybe_unused]] const Operand& a,
-                      [[maybe_unused]] const Operand& b, [[maybe_unused]] const OptionalTensor& bias,
-                      [[maybe_unused]] const Tensor& out, [[maybe_unused]] const ScaledOptions& options) {
-#ifdef WARPSMITH_CUBLAS_LT
-  using cublas_lt::Scales;
-  const bool rows = options.activations == Fp8Scaling::row;
-  constexpr int64_t kKnowsRows = 120900;  // the version from which on factors may have scales of rows
-  void* handle = nullptr;
-  if (!cublas_lt::available().ok() || (rows && cublas_lt::version() < kKnowsRows)) return false;
-  if (torch_get_current_cuda_blas_handle) TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
-  if (!handle) return false;
-  const auto factor = [&](const Operand& o) { return aligned(op, o.scale ? *o.scale : ones(op, o.data.size(0), o.data)); };
-  const Tensor scale_a = factor(a), scale_b = factor(b);
-  const int64_t terms = a.data.size(1);
-  const auto is_e5m2 = [](const Tensor& t) { return t.scalar_type() == ScalarType::Float8_e5m2; };
-  const cublas_lt::Product p{.a = {a.data.const_data_ptr(), terms, false},
-                             .b = {b.data.const_data_ptr(), terms, true},
-                             .out = out.mutable_data_ptr(),
-                             .bias = const_at(bias),
-                             .aux = nullptr,
-                             .rows = out.size(0),
-                             .columns = out.size(1),
-                             .inner = terms,
-                             .epilogue = bias ? cublas_lt::Epilogue::bias : cublas_lt::Epilogue::none,
-                             .dtype = float_dtype(op, "out", out),
-                             .device = out.get_device_index(),
-                             .scales = rows ? Scales::rows : Scales::tensor,
-                             .a_scale = scale_a.const_data_ptr(),
-                             .b_scale = scale_b.const_data_ptr(),
-                             .a_e5m2 = is_e5m2(a.data),
-                             .b_e5m2 = is_e5m2(b.data),
-                             .fast = accumulates_fast(options.accumulate, terms, false)};
-  if (!on_16_bytes(p.a.data) || !on_16_bytes(p.b.data) || !on_16_bytes(p.out) || !on_16_bytes(p.bias)) return false;
-  cublas_lt::Choice choice;
-  raise_if_failed(op, cublas_lt::choose(handle, p, &choice));
-  if (!choice.found) return false;
-  OptionalTensor workspace;
-  if (choice.workspace_bytes > 0)
-    workspace = allocate_vector(op, "workspace in bytes", choice.workspace_bytes, aoti_torch_dtype_uint8(), out);
-  raise_if_failed(op, cublas_lt::multiply(handle, current_stream(out), p, at(workspace), choice.workspace_bytes));
-  return true;
-#else
-  return false;
-#endif
+bool multiply_by_plan(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,
+                      const ScaledOptions& options) {
+  const auto factor = [&](const Operand& o) {
+    return aligned(op, o.scale ? *o.scale : ones(op, o.data.size(0), o.data));
+  };
+  return multiply_scaled_bytes(op, out, a.data, b.data, factor(a), factor(b), bias,
+                               options.activations == Fp8Scaling::row,
+                               accumulates_fast(options.accumulate, a.data.size(1), false));
 }
 
 void multiply_on_card(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,

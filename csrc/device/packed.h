@@ -58,4 +58,7 @@ template <int W> __device__ __forceinline__ void forget([[maybe_unused]] Vector<
 }
 template <int W> __device__ __forceinline__ void forget(Vector<float, W>&) {}  // has nothing to unpack
 
+// Nor what lies in memory: shared values that are read again need no registers in between.
+__device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
+
 }  // namespace warpsmith::device

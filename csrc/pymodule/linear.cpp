@@ -63,9 +63,8 @@ py::dict plan(const char* op, const py::kwargs& given) {
   const bool gated = std::string_view(op) == "gated_linear" && !p.derivative;
   ProductProblem own = product_of(p, which, gated);
   own.asked = static_cast<OwnProduct>(problem.one_of("own_product", kOwnProduct));
-  const bool kept = problem.flag("kept", false);
-  own.rival = own.epilogue == ProductEpilogue::activate && !kept && p.bfloat16 && p.library &&
-              p.activation == LinearActivation::gelu_tanh;
+  own.kept = problem.flag("kept", false);
+  own.rival = p.bfloat16 && p.library && p.activation == LinearActivation::gelu_tanh;
   own.half = problem.dtype_bytes("dtype", "bfloat16") == 2;
   own.aligned = p.aligned;
   own.sm90a_code = p.code_capability == 90;

@@ -52,9 +52,10 @@ def of_scaler(make):
 
 
 def of_fp8(ps):
-    model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 16))
+    real = {"dtype": torch.float32, "device": "cpu"}
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16, **real), torch.nn.Linear(16, 16, **real))
     recipe = warpsmith.amp.Fp8Recipe("tensor", amax="delayed")
-    layers, found_inf, x = warpsmith.amp.fp8(model, recipe), torch.zeros(1), torch.randn(4, 32)
+    layers, found_inf, x = warpsmith.amp.fp8(model, recipe), torch.zeros(1, **real), torch.randn(4, 32, **real)
 
     def step():
         model(x).sum().backward()
@@ -123,7 +124,7 @@ def one_rank():
         yield
 
 
-MADE = {name: PARTS[name] for name in PARTS if name != "fp8"} | {"ShardedOptimizer": of_sharded}
+MADE = PARTS | {"ShardedOptimizer": of_sharded}
 STORED = {str(options): options for options in EACH_STORAGE}
 
 

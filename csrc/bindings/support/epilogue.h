@@ -65,6 +65,44 @@ inline bool multiply(const char* op, const Tensor& out, const Tensor& a, const T
 
 }  // namespace epilogue_detail
 
+// out = (a @ b^T) scaled + bias, of 8-bit floats: one scale a factor, or with `rows` one a row of each.
+inline bool multiply_scaled_bytes(const char* op, const Tensor& out, const Tensor& a, const Tensor& b,
+                                  const Tensor& a_scale, const Tensor& b_scale, const std::optional<Tensor>& bias,
+                                  bool rows, bool fast) {
+  constexpr int64_t kKnowsRows = 120900;  // the version from which on factors may have scales of rows
+  if (!out.is_cuda() || !cublas_lt::available().ok() || (rows && cublas_lt::version() < kKnowsRows)) return false;
+  void* handle = epilogue_detail::blas_handle();
+  if (!handle) return false;
+  const int64_t terms = a.size(1);
+  const auto is_e5m2 = [](const Tensor& t) { return t.scalar_type() == ScalarType::Float8_e5m2; };
+  const cublas_lt::Product p{.a = {a.const_data_ptr(), terms, false},
+                             .b = {b.const_data_ptr(), terms, true},
+                             .out = out.mutable_data_ptr(),
+                             .bias = const_at(bias),
+                             .aux = nullptr,
+                             .rows = out.size(0),
+                             .columns = out.size(1),
+                             .inner = terms,
+                             .epilogue = bias ? cublas_lt::Epilogue::bias : cublas_lt::Epilogue::none,
+                             .dtype = float_dtype(op, "out", out),
+                             .device = out.get_device_index(),
+                             .scales = rows ? cublas_lt::Scales::rows : cublas_lt::Scales::tensor,
+                             .a_scale = a_scale.const_data_ptr(),
+                             .b_scale = b_scale.const_data_ptr(),
+                             .a_e5m2 = is_e5m2(a),
+                             .b_e5m2 = is_e5m2(b),
+                             .fast = fast};
+  if (!on_16_bytes(p.a.data) || !on_16_bytes(p.b.data) || !on_16_bytes(p.out) || !on_16_bytes(p.bias)) return false;
+  cublas_lt::Choice choice;
+  raise_if_failed(op, cublas_lt::choose(handle, p, &choice));
+  if (!choice.found) return false;
+  std::optional<Tensor> workspace;
+  if (choice.workspace_bytes > 0)
+    workspace = allocate_vector(op, "workspace in bytes", choice.workspace_bytes, aoti_torch_dtype_uint8(), out);
+  raise_if_failed(op, cublas_lt::multiply(handle, current_stream(out), p, at(workspace), choice.workspace_bytes));
+  return true;
+}
+
 // z = a @ b + bias and y = f(z); without z it is not written.
 inline bool multiply_with_activation(const char* op, const Tensor& y, const Tensor& a, const Tensor& b,
                                      const std::optional<Tensor>& bias, LinearActivation activation,
@@ -82,6 +120,11 @@ inline bool multiply_with_derivative(const char* op, const Tensor& dz, const Ten
 }
 
 #else
+
+inline bool multiply_scaled_bytes(const char*, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                  const Tensor&, const std::optional<Tensor>&, bool, bool) {
+  return false;
+}
 
 inline bool multiply_with_activation(const char*, const Tensor&, const Tensor&, const Tensor&,
                                      const std::optional<Tensor>&, LinearActivation, const std::optional<Tensor>&) {

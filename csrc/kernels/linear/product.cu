@@ -47,8 +47,8 @@ bool is_aligned(const ProductParams& p) {
          rows_fit(p.z, p.z_stride, p.rows) && rows_fit(p.up, p.up_stride, p.columns) &&
          rows_fit(p.up_z, p.z_stride, p.rows) && rows_on_16_bytes(p.a, p.a_apart, p.batches, p.dtype) &&
          rows_on_16_bytes(p.b, p.b_apart, p.batches, p.dtype) && rows_on_16_bytes(p.z, p.z_apart, p.batches, p.dtype) &&
-         on_16_bytes(p.bias) && on_16_bytes(p.up_bias) &&
-         ((!p.bias && !p.up_bias && !hands_over(p.epilogue)) || p.columns % 8 == 0);
+         rows_on_16_bytes(p.out, p.rows * p.columns, p.batches, p.dtype) && on_16_bytes(p.bias) &&
+         on_16_bytes(p.up_bias) && ((!p.bias && !p.up_bias && !hands_over(p.epilogue)) || p.columns % 8 == 0);
 }
 
 Status multiply(const ProductParams& p, const ProductKernel& kernel, void* stream) {
@@ -87,8 +87,8 @@ Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
     problem.sm90a_code = runs_sm90a_code();
     problem.half = p.dtype == Dtype::bfloat16 || p.dtype == Dtype::float16;
     problem.aligned = problem.half && is_aligned(p);
-    problem.rival = p.epilogue == ProductEpilogue::activate && !p.z && p.dtype == Dtype::bfloat16 &&
-                    p.activation == LinearActivation::gelu_tanh;
+    problem.rival = p.dtype == Dtype::bfloat16 && p.activation == LinearActivation::gelu_tanh;
+    problem.kept = p.z != nullptr;
   }
   *plan = choose_product(problem);
   return product_workspace_cuda(p, plan);

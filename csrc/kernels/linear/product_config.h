@@ -105,7 +105,8 @@ struct ProductProblem {
   ProductEpilogue epilogue = ProductEpilogue::store;
   bool half = true;     // operands of 16 bits
   bool aligned = true;  // bases and rows of all matrices on 16 bytes
-  bool rival = false;   // `activate`: cuBLASLt has this epilogue, which keeps no pre-activation
+  bool rival = false;   // `activate` and `derivative`: cuBLASLt has this activation
+  bool kept = false;    // `activate`: with the pre-activation
   OwnProduct asked = OwnProduct::automatic;
   int tile_rows = 0;  // of the tile that is wanted where it is compiled; 0: any
   bool sm90a_code = true;
@@ -144,6 +145,9 @@ constexpr const ProductKernel* find_product(const ProductKernel& wanted) {
   return nullptr;
 }
 
+// Measured on an H200, 2026-11-28: of 768 terms 0.83 to 0.94 of the library's speed, of 2,048 and more 0.99 to 1.22.
+constexpr int64_t kLeastForActivations = 1344;
+
 // Where our product was faster than the library's on an H200 on 2026-11-28, cuBLAS 13.1, ten shapes of Llama and GPT-2
 // from 34 to 1,100 G multiplications on (docs/design/linear.md): forward 0.99 to 1.07, mean 1.02; input gradient 0.98
 // to 1.09, below 1 only where 16,384 and more terms are summed; with a residual 1.04 to 1.32; with an activation and
@@ -162,10 +166,14 @@ constexpr const char* product_does_not_pay(const ProductProblem& p) {
     return "the library's product: ours was not measured below 3e10 multiplications";
   switch (p.epilogue) {
     case ProductEpilogue::residual:
-    case ProductEpilogue::gated:
-    case ProductEpilogue::derivative: return nullptr;
+    case ProductEpilogue::gated: return nullptr;
+    case ProductEpilogue::derivative:
     case ProductEpilogue::activate:
-      return p.rival ? "the library's product: its epilogue without the pre-activation is faster than ours" : nullptr;
+      if (!p.rival) return nullptr;
+      if (p.inner < kLeastForActivations) return "the library's product: ours waits for its epilogue over so few terms";
+      return p.epilogue == ProductEpilogue::activate && !p.kept
+                 ? "the library's product: its epilogue without the pre-activation is faster than ours"
+                 : nullptr;
     case ProductEpilogue::store:
       if (p.layout == ProductLayout::tn) break;
       return p.layout == ProductLayout::nn && p.inner >= 16384

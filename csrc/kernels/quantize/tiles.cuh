@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kTileThreads<T>, tile_threads_in_flight(kWork)
       float value[N];
       device::unpack<T>(value, held[i]);
       device::forget(held[i]);
-      asm volatile("" ::: "memory");  // each row reads its factors anew
+      device::forget_memory();  // each row reads its factors anew
       const float down_columns = kWork == TileWork::amax ? of_row[kTile + row_of(i) - first_row] : 1.0f;
 #pragma unroll
       for (int k = 0; k < N; ++k) {

@@ -148,9 +148,9 @@ class Fp8Layers:
 
     def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._history is None or self._scales is None or self._history.device != device:
-            self._history = torch.zeros(self.recipe.history, len(self._modules), 2, device=device)
+            self._history = torch.zeros(self.recipe.history, len(self._modules), 2, dtype=torch.float32, device=device)
             # cuBLASLt refuses a scale that does not lie on 16 bytes.
-            self._scales = torch.ones(len(self._modules), 2, 4, device=device)[..., 0]
+            self._scales = torch.ones(len(self._modules), 2, 4, dtype=torch.float32, device=device)[..., 0]
         return self._history, self._scales
 
     def counts(self) -> dict[str, tuple[int, int, int, int]]:

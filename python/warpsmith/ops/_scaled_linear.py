@@ -102,7 +102,7 @@ class Fp8State:
         self.x_scale: Tensor | None = None
         self.dy_scale: Tensor | None = None
         self._totals = [
-            *(total_of(torch.zeros((), device=device)) for _ in range(2)),
+            *(total_of(torch.zeros((), dtype=torch.float32, device=device)) for _ in range(2)),
             *(total_of(torch.zeros(2, dtype=torch.int64, device=device)) for _ in range(2)),
         ]
         self.has_run = False  # since the last step, with gradients

@@ -202,8 +202,18 @@ def _copy(t: Tensor, device: torch.device) -> Tensor:
     return t.to(device, non_blocking=True)
 
 
+# What the memory of a sparse tensor is in.
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _ROWS),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _COLUMNS),
+}
+
+
 def _record(t: Tensor, stream: Any) -> Tensor:
     """Keeps the memory of a tensor of another stream until this one has read it."""
     if t.is_cuda:
-        t.record_stream(stream)
+        for name in _PARTS.get(t.layout, ("detach",)):
+            getattr(t, name)().record_stream(stream)
     return t
