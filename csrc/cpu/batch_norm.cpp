@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <cstring>
 #include <vector>
 
@@ -46,10 +47,10 @@ constexpr int64_t kBlockElems = 4096;       // of rows that go through each loop
     for (int64_t r = 0; r < rows; ++r, x += stride, v += columns)                                                      \
       for (int64_t c = 0; c < columns; ++c) v[c] += to_float(x[c]);                                                    \
   }                                                                                                                    \
-  WARPSMITH_VECTORIZE void normalize_rows(const T* x, int64_t stride, int64_t rows, int64_t columns, const M* mean,    \
-                                          const M* rstd, const M* weight, const M* bias, M* v) {                       \
+  WARPSMITH_VECTORIZE void normalize_rows(const T* x, int64_t stride, int64_t rows, int64_t columns, const M* unit,    \
+                                          const M* center, const M* factor, const M* bias, M* v) {                     \
     for (int64_t r = 0; r < rows; ++r, x += stride, v += columns)                                                      \
-      for (int64_t c = 0; c < columns; ++c) v[c] = (to_float(x[c]) - mean[c]) * rstd[c] * weight[c] + bias[c];         \
+      for (int64_t c = 0; c < columns; ++c) v[c] = (to_float(x[c]) * unit[c] - center[c]) * factor[c] + bias[c];       \
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void store_all(const M* v, T* y, int64_t count) {                                                \
     for (int64_t i = 0; i < count; ++i) y[i] = from_float<T>(v[i]);                                                    \
@@ -58,11 +59,11 @@ constexpr int64_t kBlockElems = 4096;       // of rows that go through each loop
     for (int64_t i = 0; i < count; ++i) y[i] = from_float<T>(v[i] <= 0 ? M(0) : v[i]);                                 \
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void cut_again(const T* dy, int64_t dy_stride, const T* x, int64_t stride, int64_t rows,         \
-                                     int64_t columns, const M* mean, const M* rstd, const M* weight, const M* bias,    \
+                                     int64_t columns, const M* unit, const M* center, const M* factor, const M* bias,  \
                                      M* g) {                                                                           \
     for (int64_t r = 0; r < rows; ++r, x += stride, dy += dy_stride, g += columns)                                     \
       for (int64_t c = 0; c < columns; ++c)                                                                            \
-        g[c] = (to_float(x[c]) - mean[c]) * rstd[c] * weight[c] + bias[c] <= 0 ? M(0) : to_float(dy[c]);               \
+        g[c] = (to_float(x[c]) * unit[c] - center[c]) * factor[c] + bias[c] <= 0 ? M(0) : to_float(dy[c]);             \
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void add_gradients(const M* g, const T* x, int64_t stride, int64_t rows, int64_t columns,        \
                                          const M* mean, double* sum, double* product) {                                \
@@ -80,12 +81,13 @@ constexpr int64_t kBlockElems = 4096;       // of rows that go through each loop
       }                                                                                                                \
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void gradient_rows(const M* g, const T* x, int64_t stride, int64_t rows, int64_t columns,        \
-                                         const M* mean, const M* rstd, const M* weight, const M* mean_sum,             \
+                                         const M* unit, const M* center, const M* factor, const M* mean_sum,           \
                                          const M* mean_product, T* dx) {                                               \
     for (int64_t r = 0; r < rows; ++r, x += stride, g += columns, dx += columns)                                       \
-      for (int64_t c = 0; c < columns; ++c)                                                                            \
-        dx[c] =                                                                                                        \
-            from_float<T>((g[c] - mean_sum[c] - (to_float(x[c]) - mean[c]) * mean_product[c]) * rstd[c] * weight[c]);  \
+      for (int64_t c = 0; c < columns; ++c) {                                                                          \
+        const M means = mean_sum[c] + (to_float(x[c]) * unit[c] - center[c]) * mean_product[c];                        \
+        dx[c] = from_float<T>((g[c] - means) * unit[c] * factor[c]);                                                   \
+      }                                                                                                                \
   }
 WARPSMITH_LOOPS(float, float)
 WARPSMITH_LOOPS(float16, float)
@@ -214,6 +216,28 @@ template <class F> void sum_slices(int64_t rows, int64_t columns, void* partials
   }
 }
 
+// (x - mean) rstd weight as (x unit - center) factor, of a channel each: unit is the power of two above rstd, so that
+// differences of values near the largest of the dtype do not overflow, nor products with a weight near it.
+template <class M> struct Affine {
+  std::vector<M> unit, center, factor;
+
+  Affine(const M* mean, const M* rstd, const std::vector<M>& weight)
+      : unit(weight.size(), 1), center(weight.size()), factor(weight.size()) {
+    for (size_t c = 0; c < weight.size(); ++c) {
+      M fraction = rstd[c];
+      if (rstd[c] > 0 && std::isfinite(rstd[c])) {
+        int exponent = 0;
+        fraction = std::frexp(rstd[c], &exponent);
+        const int most = std::numeric_limits<M>::max_exponent - 1;
+        unit[c] = std::ldexp(M(1), std::min(exponent, most));
+        fraction = std::ldexp(fraction, exponent - std::min(exponent, most));
+      }
+      center[c] = mean[c] * unit[c];
+      factor[c] = fraction * weight[c];
+    }
+  }
+};
+
 template <class T> class Forward {
   using M = Arithmetic<T>;
 
@@ -269,14 +293,14 @@ template <class T> class Forward {
 
   void normalize(const M* mean, const M* rstd) const {
     const int64_t columns = p_.columns, vector = batch_norm_vector(columns, sizeof(T));
-    const std::vector<M> weight = columns_of<M>(p_.weight, p_.weight_dtype, columns, 1);
+    const Affine<M> affine(mean, rstd, columns_of<M>(p_.weight, p_.weight_dtype, columns, 1));
     const std::vector<M> bias = columns_of<M>(p_.bias, p_.weight_dtype, columns, 0);
     parallel_(p_.rows, std::max<int64_t>(1, kGrainElems / columns), [&](int64_t begin, int64_t end) {
       std::vector<M> block(static_cast<size_t>(block_elems(columns)));
       M* const v = block.data();
       for_blocks(begin, end, columns, [&](int64_t r, int64_t rows) {
-        normalize_rows(static_cast<const T*>(p_.x) + r * p_.x_stride, p_.x_stride, rows, columns, mean, rstd,
-                       weight.data(), bias.data(), v);
+        normalize_rows(static_cast<const T*>(p_.x) + r * p_.x_stride, p_.x_stride, rows, columns, affine.unit.data(),
+                       affine.center.data(), affine.factor.data(), bias.data(), v);
         if (p_.residual)
           add_rows(static_cast<const T*>(p_.residual) + r * p_.residual_stride, p_.residual_stride, rows, columns, v);
         T* const y = static_cast<T*>(p_.y) + r * columns;
@@ -299,7 +323,7 @@ template <class T> class Backward {
         parallel_(parallel),
         mean_(static_cast<const M*>(p.mean)),
         rstd_(static_cast<const M*>(p.rstd)),
-        weight_(columns_of<M>(p.weight, p.weight_dtype, p.columns, 1)),
+        affine_(mean_, rstd_, columns_of<M>(p.weight, p.weight_dtype, p.columns, 1)),
         bias_(columns_of<M>(p.bias, p.weight_dtype, p.columns, 0)),
         mean_sum_(static_cast<size_t>(p.columns), 0),
         mean_product_(mean_sum_) {
@@ -310,7 +334,7 @@ template <class T> class Backward {
       for (int64_t c = 0; c < p.columns; ++c) {
         product[c] *= rstd_[c];
         if (p.training) mean_sum_[c] = static_cast<M>(sum[c] / rows);
-        if (p.training) mean_product_[c] = static_cast<M>(product[c] * rstd_[c] / rows);
+        if (p.training) mean_product_[c] = static_cast<M>(product[c] / rows * (rstd_[c] / affine_.unit[c]));
       }
       store_columns(sum, p.dbias, p.weight_dtype);
       store_columns(product, p.dweight, p.weight_dtype);
@@ -318,7 +342,7 @@ template <class T> class Backward {
     if (const M* const means = static_cast<const M*>(p.means)) {
       for (int64_t c = 0; c < p.columns; ++c) {
         mean_sum_[c] = means[c];
-        mean_product_[c] = means[p.columns + c] * rstd_[c];
+        mean_product_[c] = means[p.columns + c] * (rstd_[c] / affine_.unit[c]);
       }
     }
     if (p.dx || p.dresidual) gradients();
@@ -332,8 +356,8 @@ template <class T> class Backward {
     const int64_t columns = p_.columns, vector = batch_norm_vector(columns, sizeof(T));
     const T* dy = static_cast<const T*>(p_.dy) + row * p_.dy_stride;
     if (p_.relu && !p_.mask)
-      return cut_again(dy, p_.dy_stride, x_at(row), p_.x_stride, rows, columns, mean_, rstd_, weight_.data(),
-                       bias_.data(), g);
+      return cut_again(dy, p_.dy_stride, x_at(row), p_.x_stride, rows, columns, affine_.unit.data(),
+                       affine_.center.data(), affine_.factor.data(), bias_.data(), g);
     load_rows(dy, p_.dy_stride, rows, columns, g);
     if (p_.mask) cut_by_mask(p_.mask + row * (columns / vector), g, rows * (columns / vector), vector);
   }
@@ -357,8 +381,9 @@ template <class T> class Backward {
         gradient(r, rows, g.data());
         if (p_.dresidual) store_all(g.data(), static_cast<T*>(p_.dresidual) + r * columns, rows * columns);
         if (p_.dx)
-          gradient_rows(g.data(), x_at(r), p_.x_stride, rows, columns, mean_, rstd_, weight_.data(), mean_sum_.data(),
-                        mean_product_.data(), static_cast<T*>(p_.dx) + r * columns);
+          gradient_rows(g.data(), x_at(r), p_.x_stride, rows, columns, affine_.unit.data(), affine_.center.data(),
+                        affine_.factor.data(), mean_sum_.data(), mean_product_.data(),
+                        static_cast<T*>(p_.dx) + r * columns);
       });
     });
   }
@@ -366,7 +391,8 @@ template <class T> class Backward {
   const BatchNormBackwardParams& p_;
   const Parallel& parallel_;
   const M *mean_, *rstd_;
-  std::vector<M> weight_, bias_, mean_sum_, mean_product_;
+  Affine<M> affine_;
+  std::vector<M> bias_, mean_sum_, mean_product_;
 };
 
 }  // namespace

@@ -150,7 +150,9 @@ def test_modules_of_products_count_every_one():
 def test_every_op_with_products_has_a_formula():
     """Ops that take a weight matrix or keys; those that finish a gradient, by scaling it, have no product."""
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("warpsmith::")}
-    families = re.compile("::(linear|mlp|gated_linear|scaled_linear(?!_cast)|attention|matmul_symmetric|symmetric_product)")
+    families = re.compile(
+        "::(linear|mlp|gated_linear|scaled_linear(?!_cast)|attention|matmul_symmetric|symmetric_product)"
+    )
     with_products = {n.split("::")[1].split(".")[0] for n in names if families.search(n)}
     without = {n for n in with_products if n.endswith(("_scaled", "_scale_", "_add_"))}
     packets = {getattr(torch.ops.warpsmith, name) for name in with_products - without}

@@ -184,7 +184,7 @@ def _activating(old: Forward) -> Forward:
     return forward
 
 
-_BLOCKS = {"ResnetBlock2D": (("norm1", "norm2"), "nonlinearity")}
+_BLOCKS: dict[str, tuple[tuple[str, ...], str]] = {"ResnetBlock2D": (("norm1", "norm2"), "nonlinearity")}
 _BLOCKS |= dict.fromkeys(
     ("UNet2DModel", "UNet2DConditionModel", "Encoder", "Decoder"), (("conv_norm_out",), "conv_act")
 )

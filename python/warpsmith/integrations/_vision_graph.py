@@ -179,14 +179,13 @@ class Reader:
         if len(behind) == 1 and conv is None:
             return False
         with graph.inserting_before(behind[-1 if residual is not None else 0]):
-            modules = [norm.target, *([act] if act in named else [])]
-            modules = [graph.create_node("get_attr", str(n)) for n in modules]
-            act = modules[1] if len(modules) == 2 else act  # type: ignore[assignment]
+            module = graph.create_node("get_attr", str(norm.target))
+            activation: Any = graph.create_node("get_attr", act) if act in named else act
             if conv is None:
-                new = graph.call_function(self._join, (modules[0], x, residual, act))
+                new = graph.call_function(self._join, (module, x, residual, activation))
             else:
                 conv_attr = graph.create_node("get_attr", str(conv.target))
-                new = graph.call_function(self._fold, (conv_attr, modules[0], *conv.args, residual, act))  # type: ignore[arg-type]
+                new = graph.call_function(self._fold, (conv_attr, module, *conv.args, residual, activation))
         behind[-1].replace_all_uses_with(new)
         for node in reversed([*([conv] if conv is not None else []), *behind]):
             graph.erase_node(node)

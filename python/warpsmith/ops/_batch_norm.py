@@ -128,9 +128,12 @@ def _fake_backward_of_ranks(
     rstd: Tensor,
     mask: Tensor,
     means: Tensor,
-    *wants: bool,
+    relu: bool,
+    want_dx: bool,
+    want_dresidual: bool,
 ) -> tuple[Tensor, ...]:
-    return _fake_backward(dy, x, weight, bias, mean, rstd, mask, True, *wants, False, False)[:2]
+    wants = want_dx, want_dresidual, False, False
+    return _fake_backward(dy, x, weight, bias, mean, rstd, mask, True, relu, *wants)[:2]
 
 
 register_fake(NAME, _fake_traced)
