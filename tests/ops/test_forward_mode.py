@@ -51,6 +51,7 @@ CASES = {
     "linear": (lambda x, w, b: warpsmith.linear(x, w, b, "silu"), X, HEADS, TARGET.double()),
     "linear, residual": (lambda x, w, r: warpsmith.linear(x, w, None, "gelu", residual=r), X, HEADS, X[:, :4] + 1),
     "mlp": (lambda x, w1, w2: warpsmith.mlp(x, w1, None, w2, None), X, HEADS, HEADS[:, :4] + 0.5),
+    "matmul_symmetric": (warpsmith.matmul_symmetric, X),
     "gated_linear": (warpsmith.gated_linear, X, HEADS, HEADS + 0.5),
 }
 

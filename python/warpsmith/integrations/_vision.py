@@ -113,6 +113,7 @@ def _fold(conv: Any, norm: Any) -> tuple[Tensor, Tensor]:
         return _folds[norm][1:]
     wide = torch.promote_types(conv.weight.dtype, torch.float32)
     weight, bias, scale, shift, mean, var = (None if t is None else t.to(wide) for t in tensors)
+    assert weight is not None and mean is not None and var is not None  # of a norm that keeps statistics
     rstd = torch.rsqrt(var + norm.eps)
     scale = rstd if scale is None else rstd * scale
     shift = -mean * scale + (0 if shift is None else shift) + (0 if bias is None else bias * scale)

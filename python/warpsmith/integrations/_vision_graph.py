@@ -7,7 +7,7 @@ import inspect
 import operator
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -163,16 +163,18 @@ class Reader:
     def _join_behind(self, graph: fx.Graph, norm: fx.Node, named: dict[str, nn.Module]) -> bool:
         if len(norm.args) != 1 or norm.kwargs:
             return False
-        fused, x = self._norms[_of(norm, named)], norm.args[0]
-        behind, act, conv = [norm], None, None
-        residual = _other(_then(norm), norm) if fused.residual and len(x.users) == 1 else None  # type: ignore[union-attr]
+        fused, x = self._norms[_of(norm, named)], cast(fx.Node, norm.args[0])
+        behind: list[fx.Node] = [norm]
+        act: str | None = None
+        conv: fx.Node | None = None
+        residual = _other(_then(norm), norm) if fused.residual and len(x.users) == 1 else None
         if residual is not None:
             behind.append(_then(norm))  # type: ignore[arg-type]
         last = _then(behind[-1])
         if last is not None and last.op != "output" and _ACTS.get(_of(last, named)) == fused.act:
             behind.append(last)
             act = str(last.target) if last.op == "call_module" else fused.act
-        if self._fold and x.op == "call_module" and _of(x, named) is nn.Conv2d and len(x.users) == 1:  # type: ignore[union-attr]
+        if self._fold and x.op == "call_module" and _of(x, named) is nn.Conv2d and len(x.users) == 1:
             conv = x
         if len(behind) == 1 and conv is None:
             return False

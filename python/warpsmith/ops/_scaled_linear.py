@@ -107,7 +107,10 @@ class Fp8State:
         ]
         self.has_run = False  # since the last step, with gradients
 
-    x_amax, dy_amax, x_counts, dy_counts = (property(lambda self, i=i: settled(self._totals[i])) for i in range(4))
+    x_amax = property(lambda self: settled(self._totals[0]))
+    dy_amax = property(lambda self: settled(self._totals[1]))
+    x_counts = property(lambda self: settled(self._totals[2]))
+    dy_counts = property(lambda self: settled(self._totals[3]))
 
     def totals(self) -> list[Tensor]:
         """The same four, without what is pending: where ops add to, and what steps write to."""

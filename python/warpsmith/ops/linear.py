@@ -188,7 +188,11 @@ def scaled_linear(
         y = Q(x) Q(W)^T + b, \qquad \frac{dL}{dx} = Q(g) Q(W^T)^T, \qquad \frac{dL}{dW} = Q(g^T) Q(x^T)^T
 
     Q is :func:`warpsmith.quantize_fp8` and back; of rows, or of the other scaling of the recipe. g is the upstream
-    gradient. The gradient of the bias is a sum of what was not cast.
+    gradient. The gradient of the bias is a sum of what was not cast. With scales s of rows, x and W are cast once: the
+    gradients' products read their bytes X and V, with x = s X and W = t V, and absorb the scales in g before it is cast:
+
+    .. math::
+        \frac{dL}{dx} = Q(g \, t^T) V, \qquad \frac{dL}{dW} = Q((s g)^T) X
 
     Args:
         x: shape (..., K), float32, float16 or bfloat16. Any strides.
@@ -204,11 +208,12 @@ def scaled_linear(
         for a ``weight`` of float32, which is cast to 8 bits as it is.
 
     Gradients for ``x``, ``weight`` (in its dtype) and ``bias``; no second derivatives, no forward mode. The cast of a
-    parameter is kept until torch sees its values change or an optimizer steps; not in compiled and captured graphs. x
-    itself is kept for the backward. NaN and infinite elements of x and of g make what they touch NaN.
+    parameter is kept until torch sees its values change or an optimizer steps; not in compiled and captured graphs. The
+    backward keeps the bytes of x; x itself with blocks and with ``wgrad="high"``. NaN and infinite elements of x and of
+    g make what they touch NaN.
 
-    Deterministic: casts are bitwise, products are torch's ``_scaled_mm``, which repeats bit for bit. The host does not
-    wait. The emulated products of scales that are no powers of two are rounded to what torch's float32 products are.
+    Deterministic: casts are bitwise, products are cuBLASLt's, of blocks torch's ``_scaled_mm``; both repeat bit for bit.
+    The host does not wait. The emulated products of scales that are no powers of two are rounded to what torch's float32 products are.
 
     Raises:
         ValueError: a dtype, shape, device or word that does not fit; a card without such products. Nothing has changed.

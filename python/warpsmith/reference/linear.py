@@ -118,6 +118,7 @@ class _Scaled(torch.autograd.Function):
             (x_bytes, x_scale), (w_bytes, w_scale) = (
                 quantize_fp8(t, "row", e4m3, power_of_two=ctx.power_of_two)[:2] for t in (x, weight)
             )
+            assert x_bytes is not None and x_scale is not None and w_bytes is not None and w_scale is not None
             of_rows, of_columns = dy.float() * w_scale.t(), dy.float() * x_scale
             w_turned, x_turned = w_bytes.to(wide), x_bytes.to(wide)
         else:
