@@ -227,8 +227,7 @@ void multiply_on_card(const char* op, const Operand& a, const Operand& b, const 
   OptionalTensor added;
   if (bias) added = as_contiguous(in_dtype(op, "bias", *bias, code), op);
   if (!blocks && multiply_by_plan(op, a, b, wide ? std::nullopt : added, out, options)) {
-    if (added && wide)
-      torch::stable::copy_(const_cast<Tensor&>(out), torch::stable::subtract(out, *added, -1.0));
+    if (added && wide) torch::stable::copy_(const_cast<Tensor&>(out), torch::stable::subtract(out, *added, -1.0));
     return;
   }
   if (!aoti_torch_cuda__scaled_mm_out)
@@ -376,35 +375,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor x_any, Tensor 
           or_nothing(op, is_new ? made : std::nullopt, real, x_any)};
 }
 
-// The weight as a product of the gradient of x reads it, [in, out]: by scales of rows and of the tensor the bytes of the
-// forward, turned.
+// The weight as a product of the gradient of x reads it, [in, out]: by scales of rows and of the tensor the bytes of
+// the forward, turned.
 struct TurnedWeight {
   Operand operand;
   OptionalTensor absorbed;  // scales of the weight's rows, which lie along the sum
 };
-TurnedWeight turned_weight(const char* op, const Tensor& weight, const OptionalTensor& data, const OptionalTensor& scale,
-                           const OptionalTensor& turned, const OptionalTensor& turned_scale,
-                           const ScaledOptions& options) {
+TurnedWeight turned_weight(const char* op, const Tensor& weight, const OptionalTensor& data,
+                           const OptionalTensor& scale, const OptionalTensor& turned,
+                           const OptionalTensor& turned_scale, const ScaledOptions& options) {
   if (options.activations == Fp8Scaling::block)
     return {turned ? Operand{*turned, as_contiguous(*turned_scale, op)}
                    : cast(weight, std::nullopt, options.weights, true, options),
             std::nullopt};
-  const Operand rows = data ? Operand{*data, as_contiguous(*scale, op)}
-                            : cast(weight, std::nullopt, options.weights, false, options);
+  const Operand rows =
+      data ? Operand{*data, as_contiguous(*scale, op)} : cast(weight, std::nullopt, options.weights, false, options);
   const Tensor bytes = turned ? *turned : transposed_bytes(op, rows.data, rows.data.size(0));
   if (options.activations == Fp8Scaling::tensor) return {{bytes, rows.scale}, std::nullopt};
   return {{bytes, std::nullopt}, rows.scale};
 }
 
 // A gradient that is not wanted has zero elements. Counts and the largest magnitude are those of dy. x: for scales of
-// blocks and for a gradient of what was not cast; else the bytes of x, by the forward. x_turned: bytes of the columns of
-// x, by another layer of it; its scale, and that of the turned weight, of blocks alone.
+// blocks and for a gradient of what was not cast; else the bytes of x, by the forward. x_turned: bytes of the columns
+// of x, by another layer of it; its scale, and that of the turned weight, of blocks alone.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor dy_any, OptionalTensor x_any, Tensor weight, OptionalTensor bias, OptionalTensor x_data,
     OptionalTensor x_data_scale, OptionalTensor weight_data, OptionalTensor weight_scale, OptionalTensor turned,
     OptionalTensor turned_scale, OptionalTensor dy_scale, OptionalTensor x_turned, OptionalTensor x_turned_scale,
-    int64_t scaling, int64_t accumulate, bool e5m2, bool high, bool power_of_two, bool emulate, bool watch, bool want_dx,
-    bool want_dweight, bool want_dbias) {
+    int64_t scaling, int64_t accumulate, bool e5m2, bool high, bool power_of_two, bool emulate, bool watch,
+    bool want_dx, bool want_dweight, bool want_dbias) {
   const char* op = backward_name(LinearOp::scaled_linear);
   const ScaledLayer layer = check_weight(op, weight, dy_any, true);
   check_bias(op, bias, layer.out, dy_any);
@@ -416,7 +415,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   check_bytes(op, "weight_data", "weight_scale", weight_data, weight_scale, layer.out, layer.in, options, dy_any);
   check_turned(op, "turned", "turned_scale", turned, turned_scale, layer.in, layer.out, options.weights, dy_any);
   check_given(op, "dy_scale", dy_scale, options, dy_any);
-  check_turned(op, "x_turned", "x_turned_scale", x_turned, x_turned_scale, layer.in, terms, options.activations, dy_any);
+  check_turned(op, "x_turned", "x_turned_scale", x_turned, x_turned_scale, layer.in, terms, options.activations,
+               dy_any);
   if (want_dweight && (high || blocks) && !x_any)
     refuse(op, "x", "a tensor when the weight's gradient is wanted", "None");
   if (by_casts && !blocks && !x_data) refuse(op, "x_data", "a tensor when the weight's gradient is wanted", "None");
@@ -496,11 +496,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     weight_gradient_into(op, *dweight, rows, adjacent_rows(op, "x", *x_any), false);
   }
   if (want_dbias) dbias = in_dtype(op, "gradient of bias", *sums, dtype_code(*bias));
-  return {
-      or_nothing(op, dx, own, dy_any),           or_nothing(op, dweight, own, dy_any),
-      or_nothing(op, dbias, own, dy_any),        *counts,
-      or_nothing(op, amax, wide, dy_any),        or_nothing(op, new_turned, aoti_torch_dtype_float8_e4m3fn(), dy_any),
-      or_nothing(op, new_turned_scale, wide, dy_any)};
+  return {or_nothing(op, dx, own, dy_any),
+          or_nothing(op, dweight, own, dy_any),
+          or_nothing(op, dbias, own, dy_any),
+          *counts,
+          or_nothing(op, amax, wide, dy_any),
+          or_nothing(op, new_turned, aoti_torch_dtype_float8_e4m3fn(), dy_any),
+          or_nothing(op, new_turned_scale, wide, dy_any)};
 }
 
 // A weight as a layer keeps it: its bytes and scales, or turned, for the gradient of x.
@@ -532,7 +534,8 @@ WARPSMITH_SCHEMAS(m) {
       "Tensor? x_turned, Tensor? x_turned_scale, " WARPSMITH_SCALED_OPTIONS
       ", bool want_dx, bool want_dweight, bool want_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor counts, "
       "Tensor amax, Tensor new_turned, Tensor new_turned_scale)");
-  m.def("scaled_linear_cast(Tensor weight, int scaling, bool power_of_two, bool turned) -> (Tensor data, Tensor scale)");
+  m.def(
+      "scaled_linear_cast(Tensor weight, int scaling, bool power_of_two, bool turned) -> (Tensor data, Tensor scale)");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {

@@ -94,27 +94,28 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
   };
   const auto floats = [&](const std::optional<Tensor>& t) { return static_cast<float*>(address(t)); };
   float* const read = given ? static_cast<float*>(const_cast<void*>(given->const_data_ptr())) : nullptr;
-  QuantizeParams p{.x = x.tensor.const_data_ptr(),
-                   .data = address(casts.data),
-                   .transposed = address(casts.transposed),
-                   .scale = read && (data_wanted || one) ? read : floats(casts.scale),
-                   .transposed_scale = read ? read : floats(casts.transposed_scale),
-                   .column_sums = floats(casts.sums),
-                   .amax = floats(casts.amax),
-                   .counts = static_cast<int64_t*>(address(casts.counts)),
-                   .workspace = nullptr,
-                   .maxima = nullptr,
-                   .column_factor = o.column_factor ? static_cast<const float*>(o.column_factor->const_data_ptr()) : nullptr,
-                   .row_factor = o.row_factor ? static_cast<const float*>(o.row_factor->const_data_ptr()) : nullptr,
-                   .rows = x.rows,
-                   .columns = x.columns,
-                   .x_stride = x.stride,
-                   .factor_rows = o.row_factor ? o.row_factor->numel() : 0,
-                   .scaling = o.scaling,
-                   .given = given.has_value(),
-                   .power_of_two = o.power_of_two,
-                   .e5m2 = e5m2,
-                   .dtype = x_dtype};
+  QuantizeParams p{
+      .x = x.tensor.const_data_ptr(),
+      .data = address(casts.data),
+      .transposed = address(casts.transposed),
+      .scale = read && (data_wanted || one) ? read : floats(casts.scale),
+      .transposed_scale = read ? read : floats(casts.transposed_scale),
+      .column_sums = floats(casts.sums),
+      .amax = floats(casts.amax),
+      .counts = static_cast<int64_t*>(address(casts.counts)),
+      .workspace = nullptr,
+      .maxima = nullptr,
+      .column_factor = o.column_factor ? static_cast<const float*>(o.column_factor->const_data_ptr()) : nullptr,
+      .row_factor = o.row_factor ? static_cast<const float*>(o.row_factor->const_data_ptr()) : nullptr,
+      .rows = x.rows,
+      .columns = x.columns,
+      .x_stride = x.stride,
+      .factor_rows = o.row_factor ? o.row_factor->numel() : 0,
+      .scaling = o.scaling,
+      .given = given.has_value(),
+      .power_of_two = o.power_of_two,
+      .e5m2 = e5m2,
+      .dtype = x_dtype};
   std::optional<Tensor> workspace, maxima;
   run_on(
       kQuantize, x_any,
@@ -225,8 +226,13 @@ Tensor fp8_amax(Tensor x_any, bool by_row) {
   const std::vector<int64_t> shape =
       scale_shape(by_row ? Fp8Scaling::row : Fp8Scaling::tensor, shape_of(x_any), x.rows);
   const Tensor found = allocate(kAmax, "amax", shape.data(), static_cast<int64_t>(shape.size()), real, x_any);
-  const Fp8AmaxParams p{x.tensor.const_data_ptr(), static_cast<float*>(found.mutable_data_ptr()), x.rows, x.columns,
-                        x.stride, by_row, dtype};
+  const Fp8AmaxParams p{x.tensor.const_data_ptr(),
+                        static_cast<float*>(found.mutable_data_ptr()),
+                        x.rows,
+                        x.columns,
+                        x.stride,
+                        by_row,
+                        dtype};
   run_on(
       kAmax, x_any, [&](void* stream) { return fp8_amax_cuda(p, stream); },
       [&](const Parallel& threads) { return fp8_amax_cpu(p, threads); });

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "common/half_host.h"
@@ -220,6 +220,7 @@ template <class F> void sum_slices(int64_t rows, int64_t columns, void* partials
 // differences of values near the largest of the dtype do not overflow, nor products with a weight near it.
 template <class M> struct Affine {
   std::vector<M> unit, center, factor;
+  bool is_wide = false;  // results may come near the largest value: then in double, of which one step is left
 
   Affine(const M* mean, const M* rstd, const std::vector<M>& weight)
       : unit(weight.size(), 1), center(weight.size()), factor(weight.size()) {
@@ -234,6 +235,15 @@ template <class M> struct Affine {
       }
       center[c] = mean[c] * unit[c];
       factor[c] = fraction * weight[c];
+      is_wide = is_wide || std::abs(factor[c]) > std::ldexp(M(1), std::numeric_limits<M>::max_exponent - 32);
+    }
+  }
+
+  // One row, where results are wide.
+  template <class T> void apply(const T* x, const std::vector<M>& bias, M* v) const {
+    for (size_t c = 0; c < unit.size(); ++c) {
+      const double z = static_cast<double>(to_float(x[c])) * unit[c] - center[c];
+      v[c] = static_cast<M>(z * factor[c] + bias[c]);
     }
   }
 };
@@ -299,8 +309,12 @@ template <class T> class Forward {
       std::vector<M> block(static_cast<size_t>(block_elems(columns)));
       M* const v = block.data();
       for_blocks(begin, end, columns, [&](int64_t r, int64_t rows) {
-        normalize_rows(static_cast<const T*>(p_.x) + r * p_.x_stride, p_.x_stride, rows, columns, affine.unit.data(),
-                       affine.center.data(), affine.factor.data(), bias.data(), v);
+        const T* const x = static_cast<const T*>(p_.x) + r * p_.x_stride;
+        if (affine.is_wide)
+          for (int64_t i = 0; i < rows; ++i) affine.apply(x + i * p_.x_stride, bias, v + i * columns);
+        else
+          normalize_rows(x, p_.x_stride, rows, columns, affine.unit.data(), affine.center.data(), affine.factor.data(),
+                         bias.data(), v);
         if (p_.residual)
           add_rows(static_cast<const T*>(p_.residual) + r * p_.residual_stride, p_.residual_stride, rows, columns, v);
         T* const y = static_cast<T*>(p_.y) + r * columns;
@@ -355,6 +369,14 @@ template <class T> class Backward {
   void gradient(int64_t row, int64_t rows, M* g) const {
     const int64_t columns = p_.columns, vector = batch_norm_vector(columns, sizeof(T));
     const T* dy = static_cast<const T*>(p_.dy) + row * p_.dy_stride;
+    if (p_.relu && !p_.mask && affine_.is_wide) {
+      for (int64_t r = 0; r < rows; ++r) {
+        M* const row_g = g + r * columns;
+        affine_.apply(x_at(row + r), bias_, row_g);
+        for (int64_t c = 0; c < columns; ++c) row_g[c] = row_g[c] <= 0 ? M(0) : to_float(dy[r * p_.dy_stride + c]);
+      }
+      return;
+    }
     if (p_.relu && !p_.mask)
       return cut_again(dy, p_.dy_stride, x_at(row), p_.x_stride, rows, columns, affine_.unit.data(),
                        affine_.center.data(), affine_.factor.data(), bias_.data(), g);

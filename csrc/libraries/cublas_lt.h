@@ -5,8 +5,9 @@
 #include "common/status.h"
 
 // cuBLASLt, as far as it is needed: products whose epilogue adds a bias, applies GELU and writes the pre-activation, or
-// multiplies by GELU's derivative; and products of 8-bit floats with scales. The library is the copy that torch has opened. Its header is read by cublas_lt.cpp
-// alone, which a build without that header leaves out. cuBLAS documentation, "Using the cuBLASLt API".
+// multiplies by GELU's derivative; and products of 8-bit floats with scales. The library is the copy that torch has
+// opened. Its header is read by cublas_lt.cpp alone, which a build without that header leaves out. cuBLAS
+// documentation, "Using the cuBLASLt API".
 namespace warpsmith::cublas_lt {
 
 // Behind the product. GELU, of 16-bit matrices, is the form by tanh, approximated by the library.

@@ -4,8 +4,8 @@
 #include <warpsmith/activation.h>
 #include <warpsmith/attention.h>
 #include <warpsmith/batch_norm.h>
-#include <warpsmith/group_norm.h>
 #include <warpsmith/cross_entropy.h>
+#include <warpsmith/group_norm.h>
 #include <warpsmith/image.h>
 #include <warpsmith/linear.h>
 #include <warpsmith/linear_loss.h>

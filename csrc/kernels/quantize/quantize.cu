@@ -127,7 +127,8 @@ Status fp8_scale_cuda(const Fp8ScaleParams& p, void* stream) {
 
 Status transpose_bytes_cuda(const TransposeBytesParams& p, void* stream) {
   if (p.rows_to == 0 || p.columns == 0) return {};
-  const bool whole = on_16_bytes(p.data) && p.columns % 16 == 0, whole_to = on_16_bytes(p.transposed) && p.rows_to % 16 == 0;
+  const bool whole = on_16_bytes(p.data) && p.columns % 16 == 0,
+             whole_to = on_16_bytes(p.transposed) && p.rows_to % 16 == 0;
   LaunchConfig config;
   config.grid.x = static_cast<unsigned>(ceil_div(p.rows_to, kTile) * ceil_div(p.columns, kTile));
   config.block.x = kTransposeThreads;

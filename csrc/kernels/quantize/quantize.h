@@ -39,8 +39,8 @@ struct QuantizeParams {
 
 // amax = the largest finite magnitude of the tensor, or of each row; 0 where there is none.
 struct Fp8AmaxParams {
-  const void* x;     // as above
-  float* amax;       // [] or [rows]
+  const void* x;  // as above
+  float* amax;    // [] or [rows]
   int64_t rows, columns, x_stride;
   bool by_row;
   Dtype dtype;

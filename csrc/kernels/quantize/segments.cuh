@@ -13,7 +13,7 @@ struct Segments {
   const void* x;
   uint8_t* data;
   float* scale;
-  float* amax;  // the largest magnitude, beside given scales; null: not wanted
+  float* amax;        // the largest magnitude, beside given scales; null: not wanted
   const float* most;  // of the tensor, of which the scale is made; null: it is given, or that of a segment
   int64_t* counts;
   int64_t columns, x_stride, length, count;  // count: of all segments

@@ -1,9 +1,9 @@
 #pragma once
 #include "kernels/quantize/tiles.cuh"
 
-// transposed[c, r] = data[r, c] for bytes. Squares of 128 by 128, one a block: a thread takes 16 columns of 4 rows, turns
-// 4 by 4 bytes in registers, and the words pass through shared memory as those of a cast do. Reads and writes each byte
-// once.
+// transposed[c, r] = data[r, c] for bytes. Squares of 128 by 128, one a block: a thread takes 16 columns of 4 rows,
+// turns 4 by 4 bytes in registers, and the words pass through shared memory as those of a cast do. Reads and writes
+// each byte once.
 namespace warpsmith::quantize {
 
 constexpr int kTransposeThreads = 256;
@@ -34,8 +34,10 @@ __global__ void __launch_bounds__(kTransposeThreads)
   }
 #pragma unroll
   for (int w = 0; w < N / 4; ++w) {
-    const uint32_t low = __byte_perm(row[0].at[w], row[1].at[w], 0x5140), low2 = __byte_perm(row[2].at[w], row[3].at[w], 0x5140);
-    const uint32_t high = __byte_perm(row[0].at[w], row[1].at[w], 0x7362), high2 = __byte_perm(row[2].at[w], row[3].at[w], 0x7362);
+    const uint32_t low = __byte_perm(row[0].at[w], row[1].at[w], 0x5140),
+                   low2 = __byte_perm(row[2].at[w], row[3].at[w], 0x5140);
+    const uint32_t high = __byte_perm(row[0].at[w], row[1].at[w], 0x7362),
+                   high2 = __byte_perm(row[2].at[w], row[3].at[w], 0x7362);
     const uint32_t turned[4] = {__byte_perm(low, low2, 0x5410), __byte_perm(low, low2, 0x7632),
                                 __byte_perm(high, high2, 0x5410), __byte_perm(high, high2, 0x7632)};
 #pragma unroll

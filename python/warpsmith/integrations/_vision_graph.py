@@ -174,7 +174,7 @@ class Reader:
         if last is not None and last.op != "output" and _ACTS.get(_of(last, named)) == fused.act:
             behind.append(last)
             act = str(last.target) if last.op == "call_module" else fused.act
-        if self._fold and x.op == "call_module" and _of(x, named) is nn.Conv2d and len(x.users) == 1:
+        if self._fold is not None and x.op == "call_module" and _of(x, named) is nn.Conv2d and len(x.users) == 1:
             conv = x
         if len(behind) == 1 and conv is None:
             return False
@@ -185,7 +185,7 @@ class Reader:
                 new = graph.call_function(self._join, (module, x, residual, activation))
             else:
                 conv_attr = graph.create_node("get_attr", str(conv.target))
-                new = graph.call_function(self._fold, (conv_attr, module, *conv.args, residual, activation))
+                new = graph.call_function(cast(Any, self._fold), (conv_attr, module, *conv.args, residual, activation))
         behind[-1].replace_all_uses_with(new)
         for node in reversed([*([conv] if conv is not None else []), *behind]):
             graph.erase_node(node)

@@ -189,7 +189,8 @@ def scaled_linear(
 
     Q is :func:`warpsmith.quantize_fp8` and back; of rows, or of the other scaling of the recipe. g is the upstream
     gradient. The gradient of the bias is a sum of what was not cast. With scales s of rows, x and W are cast once: the
-    gradients' products read their bytes X and V, with x = s X and W = t V, and absorb the scales in g before it is cast:
+    gradients' products read their bytes X and V, with x = s X and W = t V, and the scales are absorbed in g before it
+    is cast:
 
     .. math::
         \frac{dL}{dx} = Q(g \, t^T) V, \qquad \frac{dL}{dW} = Q((s g)^T) X
@@ -212,8 +213,9 @@ def scaled_linear(
     backward keeps the bytes of x; x itself with blocks and with ``wgrad="high"``. NaN and infinite elements of x and of
     g make what they touch NaN.
 
-    Deterministic: casts are bitwise, products are cuBLASLt's, of blocks torch's ``_scaled_mm``; both repeat bit for bit.
-    The host does not wait. The emulated products of scales that are no powers of two are rounded to what torch's float32 products are.
+    Deterministic: casts are bitwise, products are cuBLASLt's, of blocks torch's ``_scaled_mm``; both repeat bit for
+    bit. The host does not wait. The emulated products of scales that are no powers of two are rounded to what torch's
+    float32 products are.
 
     Raises:
         ValueError: a dtype, shape, device or word that does not fit; a card without such products. Nothing has changed.
