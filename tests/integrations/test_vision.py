@@ -465,9 +465,9 @@ def test_on_a_gpu(name, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_fold_on_a_gpu(dtype, autocast, monkeypatch):
+@torch.backends.cudnn.flags(allow_tf32=False)  # to which torch rounds some convolutions
+def test_fold_on_a_gpu(dtype, autocast):
     """Where ReLU is behind it, one kernel of cuDNN in 16 bits."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # which of torch's convolutions of this size round
     model, x = make("basic").eval(), images()
     patched, wide = copy.deepcopy(model).cuda(), copy.deepcopy(model).double()
     patch(patched, fold=True)
