@@ -454,3 +454,27 @@ def test_other_recipes_and_given_scales_share_nothing():
         for recipe, state in (("tensor", states[0]), ("row", states[0]), ("row", None), ("tensor", states[1])):
             warpsmith.scaled_linear(x, weights[0], recipe=recipe, state=state)
     assert shares.forward == [False, False, True, False]
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
+def test_several_gradients_in_one_leave_no_trace(scaling):
+    weights, states, call = siblings(scaling, 1)
+    x = torch.randn(40, 48, requires_grad=True)
+    y = call(0, x)
+    inputs, dys = [x, weights[0]], torch.randn(3, 40, 32)
+    torch.autograd.grad(y, inputs, dys, is_grads_batched=True, retain_graph=True)
+    alone = torch.autograd.grad(y, inputs, dys[0])
+    assert all(not torch._C._functorch.is_legacy_batchedtensor(t) and t.isfinite().all() for t in alone)
+    assert states[0].dy_counts.tolist() == states[0].x_counts.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
+def test_a_loop_that_edits_x_by_data_is_seen(scaling):
+    weights, _, call = siblings(scaling, 1)
+    x = torch.randn(40, 48, requires_grad=True)
+    for _ in range(3):
+        y = call(0, x)
+        expected = warpsmith.scaled_linear(x.detach().clone(), weights[0].detach().clone(), recipe=scaling)
+        assert bitwise_equal(y, expected)
+        y.square().sum().backward()
+        x.data.add_(x.grad.sign())

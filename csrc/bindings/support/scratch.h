@@ -1,8 +1,8 @@
 #pragma once
 #include <algorithm>
 #include <map>
+#include <mutex>
 #include <optional>
-#include <utility>
 
 #include "bindings/support/device.h"
 #include "bindings/support/matmul.h"
@@ -14,17 +14,22 @@ namespace warpsmith {
 #ifdef WARPSMITH_CUDA
 namespace scratch_detail {
 
-inline bool is_capturing(const char* op, const Tensor& like) {
-  bool capturing = false;
-  raise_if_failed(op, stream_is_capturing(current_stream(like), &capturing));
-  return capturing;
-}
+// Chunks are of the default stream alone, which no graph captures, in order for all threads: what fills a chunk is
+// launched before what reads it, and the allocator gives a chunk that is dropped to later work of that stream.
+inline bool has_chunks(const Tensor& like) { return like.is_cuda() && current_stream(like) == nullptr; }
 
-// By thread, device and stream: what fills a chunk runs before what reads it, and the allocator gives a chunk
-// that is dropped to later work of its stream alone. Never freed: the allocator may be gone when a thread ends.
-template <class Value> Value& of_stream(const Tensor& like) {
-  static thread_local auto* const all = new std::map<std::pair<int32_t, void*>, Value>;
-  return (*all)[{like.get_device_index(), current_stream(like)}];
+struct Chunks {
+  std::optional<Tensor> zeros, ones;
+  int64_t used = 0;  // of zeros
+};
+inline std::mutex& mutex() {
+  static auto* const made = new std::mutex;
+  return *made;
+}
+// Never freed: the allocator may be gone when the process ends.
+inline Chunks& of_device(const Tensor& like) {
+  static auto* const all = new std::map<int32_t, Chunks>;
+  return (*all)[like.get_device_index()];
 }
 
 }  // namespace scratch_detail
@@ -35,21 +40,19 @@ inline Tensor zeros(const char* op, const char* argument, int64_t count, const T
   const int32_t real = aoti_torch_dtype_float32();
 #ifdef WARPSMITH_CUDA
   constexpr int64_t kChunk = int64_t{1} << 18, kApart = 4;  // elements
-  if (like.is_cuda() && count <= kChunk / 2 && !scratch_detail::is_capturing(op, like)) {
-    struct Chunk {
-      std::optional<Tensor> all;
-      int64_t used = 0;
-    };
-    Chunk& chunk = scratch_detail::of_stream<Chunk>(like);
-    if (!chunk.all || chunk.used + count > kChunk) {
+  if (count <= kChunk / 2 && scratch_detail::has_chunks(like)) {
+    const std::lock_guard<std::mutex> lock(scratch_detail::mutex());
+    scratch_detail::Chunks& chunk = scratch_detail::of_device(like);
+    if (!chunk.zeros || chunk.used + count > kChunk) {
       Tensor fresh = allocate_vector(op, argument, kChunk, real, like);
       torch::stable::zero_(fresh);
-      chunk = {fresh, 0};
+      chunk.zeros = fresh;
+      chunk.used = 0;
     }
     const int64_t from = chunk.used, stride = 1;
     chunk.used += (count + kApart - 1) / kApart * kApart;
     AtenTensorHandle handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(chunk.all->get(), 1, &count, &stride, from, &handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(chunk.zeros->get(), 1, &count, &stride, from, &handle));
     return Tensor(handle);
   }
 #endif
@@ -62,8 +65,9 @@ inline Tensor zeros(const char* op, const char* argument, int64_t count, const T
 inline Tensor ones(const char* op, int64_t count, const Tensor& like) {
   const int32_t real = aoti_torch_dtype_float32();
 #ifdef WARPSMITH_CUDA
-  if (like.is_cuda() && !scratch_detail::is_capturing(op, like)) {
-    std::optional<Tensor>& kept = scratch_detail::of_stream<std::optional<Tensor>>(like);
+  if (scratch_detail::has_chunks(like)) {
+    const std::lock_guard<std::mutex> lock(scratch_detail::mutex());
+    std::optional<Tensor>& kept = scratch_detail::of_device(like).ones;
     if (!kept || kept->size(0) < count) {
       Tensor more = allocate_vector(op, "ones", std::max<int64_t>(2 * count, 1 << 14), real, like);
       kept = torch::stable::fill_(more, 1.0);

@@ -135,17 +135,6 @@ Status transpose_bytes_cuda(const TransposeBytesParams& p, void* stream) {
   return launch(transpose_bytes, config, stream, p, whole, whole_to);
 }
 
-Status stream_is_capturing([[maybe_unused]] void* stream, bool* capturing) {
-  *capturing = false;
-#ifndef WARPSMITH_SIM
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (const cudaError_t code = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status); code != cudaSuccess)
-    return Status::device(cudaGetErrorString(code));
-  *capturing = status != cudaStreamCaptureStatusNone;
-#endif
-  return {};
-}
-
 Status dequantize_cuda(const DequantizeParams& p, void* stream) {
   return visit_cuda_dtype(p.dtype, [&]<class T>() {
     constexpr int N = 16 / sizeof(T), kParts = kDequantizeThreads / 32;

@@ -80,8 +80,6 @@ Status fp8_scale_cuda(const Fp8ScaleParams& params, void* stream);
 Status fp8_scale_cpu(const Fp8ScaleParams& params, const Parallel& parallel);
 Status transpose_bytes_cuda(const TransposeBytesParams& params, void* stream);
 Status transpose_bytes_cpu(const TransposeBytesParams& params, const Parallel& parallel);
-// Whether a capture records what is launched on the stream.
-Status stream_is_capturing(void* stream, bool* capturing);
 Status dequantize_cuda(const DequantizeParams& params, void* stream);
 Status dequantize_cpu(const DequantizeParams& params, const Parallel& parallel);
 

@@ -41,20 +41,27 @@ def note(total: Tensor | None, found: Tensor | None) -> None:
         _add(total, found)
         return
     pending: list[Tensor] = total.pending  # type: ignore[attr-defined]
-    if not pending:
-        _unsettled[total] = True
     pending.append(found)
+    if len(pending) == 1 or total not in _unsettled:  # a copy's is not
+        _unsettled[total] = True
     if len(pending) >= _MOST:
         settled(total)
 
 
+def _taken(total: Tensor) -> list[Tensor]:
+    """What is pending, and no longer is. What another thread notes meanwhile stays."""
+    pending: list[Tensor] = total.pending  # type: ignore[attr-defined]
+    taken = list(pending)
+    del pending[: len(taken)]
+    return taken
+
+
 def settled(total: Tensor) -> Tensor:
     """A total with all that is pending."""
-    pending: list[Tensor] = total.pending  # type: ignore[attr-defined]
-    if pending:
-        some = torch.stack(pending)
-        _add(total, some.sum(0) if total.dim() else some.amax())
-        pending.clear()
+    some = _taken(total)
+    if some:
+        stacked = torch.stack(some)
+        _add(total, stacked.sum(0) if total.dim() else stacked.amax())
     return total
 
 
@@ -70,10 +77,8 @@ def settled_all(maxima: Sequence[Tensor]) -> Tensor:
     found = torch.stack(list(maxima))
     if _capturing(found):
         return found
-    pending: list[list[Tensor]] = [t.pending for t in maxima]  # type: ignore[attr-defined]
+    pending = [_taken(t) for t in maxima]
     for i in range(max(map(len, pending), default=0)):
         some = [p[i] if i < len(p) else t for p, t in zip(pending, maxima, strict=True)]
         found = torch.maximum(found, torch.stack(some))
-    for one in pending:
-        one.clear()
     return found

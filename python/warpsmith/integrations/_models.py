@@ -92,8 +92,8 @@ def _head_dim(config: Any) -> int | None:
     return found or (size // heads if isinstance(heads, int) and isinstance(size, int) else None)
 
 
-# Whether the model that runs counts the positions of its tokens itself.
-_counts_positions: ContextVar[bool] = ContextVar("counts_positions", default=False)
+# The config of the model that runs, if it counts the positions of its tokens itself.
+_counts_positions: ContextVar[Any] = ContextVar("counts_positions", default=None)
 
 
 def _look_for_packed_rows_where_they_may_be() -> None:
@@ -105,8 +105,11 @@ def _look_for_packed_rows_where_they_may_be() -> None:
 
     @functools.wraps(look)
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        counted = not is_compiling() and _counts_positions.get()  # compiled code always makes the mask
-        return None if counted else look(position_ids)
+        if is_compiling():  # compiled code always makes the mask
+            return look(position_ids)
+        counts = _counts_positions.get()  # who asks may be another model, in a hook of the one that runs
+        asks = None if counts is None else sys._getframe(1).f_locals.get("config")
+        return None if counts is not None and asks is counts else look(position_ids)
 
     find_packed_sequence_indices.of_warpsmith = True  # type: ignore[attr-defined]
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
@@ -119,7 +122,8 @@ def _says_who_counts(old: Forward) -> Forward:
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:
         if is_compiling():
             return old(self, *arguments, **options)
-        before = _counts_positions.set(given(arguments, options)["position_ids"] is None)
+        counts = given(arguments, options)["position_ids"] is None
+        before = _counts_positions.set(self.config if counts else None)
         try:
             return old(self, *arguments, **options)
         finally:
@@ -132,14 +136,16 @@ _COUNTS = Part("attention", "positions", _says_who_counts)
 
 
 def _let_hosts_run_ahead(done: Patched, model: nn.Module) -> None:
-    """In the base models, ``LlamaModel`` and such, whose own forward counts the positions that it is not given."""
+    """In the base models of transformers, ``LlamaModel`` and such, whose own forward counts the positions that it is
+    not given, from 0 to the end. A model of somebody's own may begin anew behind each document."""
     _look_for_packed_rows_where_they_may_be()
     classes: dict[type, Any] = {}
     for module in model.modules():
         cls = type(module)
         if not isinstance(module, PreTrainedModel) or not cls.__name__.endswith("Model") or "forward" in vars(module):
             continue
-        known = row_of(cls) is not None and part_of(cls) is None and not is_ours(module)
+        known = cls.__module__.startswith("transformers.models.") and row_of(cls) is not None
+        known = known and part_of(cls) is None and not is_ours(module)
         if known and "position_ids" in inspect.signature(inspect.unwrap(cls.forward)).parameters:
             if cls not in classes:
                 classes[cls] = subclass(cls, _COUNTS)

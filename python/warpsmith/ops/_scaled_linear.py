@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from warpsmith._core import checks
-from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, is_batched, raw, register_fake
 from warpsmith._core.main_grad import is_gathered
 from warpsmith._core.pending import note, settled, total_of
 from warpsmith.ops import _quantize
@@ -282,7 +282,7 @@ class _Shared:
             return None
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        return (x._version, x.data_ptr(), x.shape, _stream(x), *how)
+        return (x._version, x.data_ptr(), x.shape, x.stride(), _stream(x), *how)
 
     def find(self, x: Tensor | None, key: tuple[Any, ...] | None) -> tuple[Any, ...]:
         """What was kept of a cast, or ()."""
@@ -531,6 +531,7 @@ def _save(inputs: Any, outputs: Any) -> dict[str, Any]:
     if inputs.x_data is not None:
         data, scale = inputs.x_data, inputs.x_data_scale
     elif not given:
+        of_columns.clear()  # of a forward before: a loop may have written to it by x.data
         key = of_rows.key_of(inputs.x, inputs.scaling, inputs.power_of_two, inputs.watch)
         of_rows.keep(inputs.x, key, data, scale, counts, amax)
     trains = inputs.weight.requires_grad
@@ -557,10 +558,12 @@ def records() -> bool:
 def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Any) -> Gradients:
     if dy is None:
         return {}
+    of_rows.clear()  # layers of one x have all run forward
+    plain = not is_batched(dy) and not torch._C._are_functorch_transforms_active()
     scaling, _, _, high, power_of_two, *_ = numbers = saved.numbers
     casts = _casts_for_dx(saved.weight, scaling, power_of_two) if wants.x else (None,) * 4
     of = saved.x if scaling == _BLOCK else saved.x_data
-    key = of_columns.key_of(of, scaling, power_of_two) if wants.weight and not high else None
+    key = of_columns.key_of(of, scaling, power_of_two) if wants.weight and not high and plain else None
     turned = of_columns.find(of, key)
     given = dy, saved.x, saved.weight, saved.bias, saved.x_data, saved.x_data_scale, *casts, saved.dy_scale
     inputs = *given, *(turned or (None, None)), *numbers, wants.x, wants.weight, wants.bias
@@ -570,6 +573,8 @@ def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Any) -> Gradien
     if wants.weight and (kept := _kept.get(saved.weight)) is not None:
         kept.has_gradient = True
     totals = [t for t in (saved.dy_counts, saved.dy_amax) if t is not None]
+    if not plain:  # several gradients in one: nobody counts them
+        return {"x": dx, "weight": dweight, "bias": dbias}
     if totals and type(dy) is Tensor:  # other forwards have kept them too, and must not find them changed
         with torch.autograd._unsafe_preserve_version_counter(tuple(totals)):  # type: ignore[attr-defined]
             note(saved.dy_counts, counts)
