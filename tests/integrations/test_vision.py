@@ -518,3 +518,64 @@ def test_bad_input():
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         patched(torch.randn(1, 3, 3, 3))
     assert vision.Patched().replaced == {}
+
+
+def once(self, y):
+    with torch.no_grad():
+        return self.relu(y)
+
+
+def keep(self, y):
+    self.last = y
+    return self.relu(y)
+
+
+UNREAD = {
+    "gradients turned off": (once, "gradients or autocast"),
+    "an attribute written": (keep, "changes an attribute"),
+    "a list written": (lambda self, y: self.log.append(y) or self.relu(y), "changes an attribute"),
+    "a layer read": (
+        lambda self, y: torch.nn.functional.dropout(self.relu(y), self.drop.p, self.drop.training),
+        "drop",
+    ),
+    "gradients asked for": (lambda self, y: self.relu(y) if torch.is_grad_enabled() else y, "gradients are on"),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_what_a_graph_would_not_hold_is_left(case):
+    """Such a forward stays, but for its norm alone; its results and what it writes are those of before."""
+    behind, why = UNREAD[case]
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.relu = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+            self.log = []
+            if "drop" in why:
+                self.drop = nn.Dropout(0.0)
+
+        def forward(self, x):
+            return behind(self, self.norm(self.conv(x)))
+
+    torch.manual_seed(0)
+    model, x = Odd(), torch.randn(2, 3, 8, 8)
+    patched = copy.deepcopy(model)
+    done = patch(patched)
+    assert why in done.kept["Odd"], done
+    y, expected = (torch.manual_seed(1) and m(x) for m in (patched, model))
+    torch.testing.assert_close(y, expected)
+    assert y.requires_grad == expected.requires_grad and len(patched.log) == len(model.log)
+    assert hasattr(patched, "last") == hasattr(model, "last")
+
+
+def test_a_fold_follows_steps_that_leave_no_trace():
+    model, x = make("basic"), images()
+    patch(model, fold=True)
+    plain = copy.deepcopy(model)
+    model.train()(x).square().mean().backward()
+    for p in model.parameters():
+        p.data.add_(0.01)
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), plain.eval()(x))

@@ -61,9 +61,10 @@ inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const 
   if (!p.invariant && !may_be_own(out)) return false;
   const auto by_rows = [](const Tensor& m) { return m.size(1) <= 1 || m.stride(1) == 1; };
   const auto stride = [&](const Tensor& m) { return m.stride(by_rows(m) ? 0 : 1); };
-  if (!by_rows(a) && !by_rows(b)) return false;
+  if (!by_rows(a) && !by_rows(b)) return not_own(op, p, "ours multiplies no two factors whose columns are adjacent");
   p.layout = !by_rows(a) ? ProductLayout::tn : by_rows(b) ? ProductLayout::nn : ProductLayout::nt;
-  if ((p.bias || p.up_bias) && p.layout != ProductLayout::nt) return false;
+  if ((p.bias || p.up_bias) && p.layout != ProductLayout::nt)
+    return not_own(op, p, "ours adds a bias where the rows of the weight are adjacent");
   p.dtype = float_dtype(op, "a", a);
   if (float_dtype(op, "out", out) != p.dtype) p.epilogue = ProductEpilogue::wide;
   p.a = a.const_data_ptr();

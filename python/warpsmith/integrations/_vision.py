@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -99,28 +98,18 @@ def norm_alone(old: Forward) -> Forward:
 
 # ---- batch norm in the weights of the convolution before it
 
-_folds: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Tensor, Tensor]] = weakref.WeakKeyDictionary()
-
 
 def _fold(conv: Any, norm: Any) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a convolution that does the norm too, made anew when a tensor has changed."""
+    """Weight and bias of a convolution that does the norm too. Made at each call: fused steps of optimizers, replays of
+    graphs and `.data` change tensors unseen, and these are a few small ops beside a convolution."""
     tensors = (conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    there = [t for t in tensors if t is not None]
-    kept = not torch.compiler.is_compiling() and not any(t.is_inference() for t in there)
-    kept = kept and not (conv.weight.is_cuda and torch.cuda.is_current_stream_capturing())
-    key = tuple((t.data_ptr(), t._version, t.dtype) for t in there) if kept else None
-    if kept and norm in _folds and _folds[norm][0] == key:
-        return _folds[norm][1:]
     wide = torch.promote_types(conv.weight.dtype, torch.float32)
     weight, bias, scale, shift, mean, var = (None if t is None else t.to(wide) for t in tensors)
     assert weight is not None and mean is not None and var is not None  # of a norm that keeps statistics
     rstd = torch.rsqrt(var + norm.eps)
     scale = rstd if scale is None else rstd * scale
     shift = -mean * scale + (0 if shift is None else shift) + (0 if bias is None else bias * scale)
-    found = (weight * scale.view(-1, 1, 1, 1)).to(conv.weight.dtype), shift.to(conv.weight.dtype)
-    if kept:
-        _folds[norm] = (key, *found)
-    return found
+    return (weight * scale.view(-1, 1, 1, 1)).to(conv.weight.dtype), shift.to(conv.weight.dtype)
 
 
 def _cudnn(conv: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
@@ -129,6 +118,13 @@ def _cudnn(conv: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor 
     if residual is None:
         return torch.cudnn_convolution_relu(x, weight, bias, *given)
     return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *given)
+
+
+def _is_whole(residual: Tensor, conv: Any, x: Tensor) -> bool:
+    """Whether a residual has the shape of a convolution's result: cuDNN broadcasts none."""
+    sizes = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation, strict=True)
+    size = [(n + 2 * pad - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, pad, dilation in sizes]
+    return tuple(residual.shape) == (x.shape[0], conv.out_channels, *size)
 
 
 def folded(conv: Any, norm: Any, x: Tensor, residual: Tensor | None = None, act: Any = None) -> Tensor:
@@ -141,7 +137,8 @@ def folded(conv: Any, norm: Any, x: Tensor, residual: Tensor | None = None, act:
     weight, bias = _fold(conv, norm)
     if x.is_cuda and kind == "relu" and conv.padding_mode == "zeros" and not isinstance(conv.padding, str):
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        if dtype in HALVES and (residual is None or residual.dtype == dtype):
+        whole = residual is None or (residual.dtype == dtype and x.dim() == 4 and _is_whole(residual, conv, x))
+        if dtype in HALVES and whole:
             return _cudnn(conv, x.to(dtype), weight.to(dtype), bias.to(dtype), residual)
     y = conv._conv_forward(x, weight, bias)
     y = y if residual is None else y + residual

@@ -6,7 +6,8 @@ import copy
 import inspect
 import operator
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -39,13 +40,30 @@ class Unread(Exception):
     """Why a forward cannot be read."""
 
 
+def _modes() -> tuple[Any, ...]:
+    """What a call depends on beside its arguments, and a graph does not hold."""
+    autocast = ((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
 class _Tracer(fx.Tracer):
     def __init__(self, inlined: set[nn.Module]) -> None:
         super().__init__()
-        self._inlined = inlined
+        self._inlined, self._began = inlined, _modes()
+
+    def create_node(self, *given: Any, **named: Any) -> fx.Node:
+        if _modes() != self._began:
+            raise Unread("its forward turns gradients or autocast on or off")
+        return super().create_node(*given, **named)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m not in self._inlined
+
+
+def _random_states() -> tuple[str, ...]:
+    numpy = sys.modules.get("numpy")
+    drawn = () if numpy is None else (repr(numpy.random.get_state()[1:3]), numpy.random.get_state()[1].tobytes().hex())
+    return repr(random.getstate()), torch.get_rng_state().numpy().tobytes().hex(), *drawn
 
 
 def _needed(forward: Forward) -> list[str]:
@@ -64,8 +82,13 @@ def _trace(module: Any, inlined: set[nn.Module], training: bool) -> fx.Graph:
     # fx reads the names of arguments from the code: *args and those with defaults must not be among them.
     forward = eval(f"lambda self, {names}: forward(self, {names})", {"forward": cls.forward})
     shell = object.__new__(type(cls)(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__}))
-    vars(shell).update(vars(module))
-    modes, state = [(m, m.training) for m in (*module.modules(), shell)], (random.getstate(), torch.get_rng_state())
+    # Containers too: what a forward writes to them must be seen, and not last.
+    attributes = {n: copy.copy(v) if isinstance(v, (list, dict, set)) else v for n, v in vars(module).items()}
+    for name in ("_parameters", "_buffers", "_modules"):
+        attributes[name] = vars(module)[name]
+    vars(shell).update(attributes)
+    before = {n: copy.copy(v) if isinstance(v, (list, dict, set)) else v for n, v in attributes.items()}
+    modes, state = [(m, m.training) for m in (*module.modules(), shell)], _random_states()
     try:
         for m, _ in modes:
             m.training = training
@@ -75,9 +98,23 @@ def _trace(module: Any, inlined: set[nn.Module], training: bool) -> fx.Graph:
     finally:
         for m, mode in modes:
             m.training = mode
-    if state[0] != random.getstate() or not torch.equal(state[1], torch.get_rng_state()):
+    if state != _random_states():
         raise Unread("its forward draws random numbers")
+    after = vars(shell)
+    if after.keys() != before.keys() or any(not _same(after[n], v) for n, v in before.items() if n != "training"):
+        raise Unread("its forward changes an attribute")
     return graph
+
+
+def _same(value: Any, before: Any) -> bool:
+    """Whether an attribute is what it was: the same object, or a container of the same objects."""
+    if value is before or type(value) is not type(before):
+        return value is before
+    if isinstance(value, dict):
+        return value.keys() == before.keys() and all(value[k] is before[k] for k in value)
+    if isinstance(value, list):
+        return len(value) == len(before) and all(map(operator.is_, value, before))
+    return isinstance(value, set) and value == before
 
 
 def _of(node: fx.Node, named: dict[str, nn.Module]) -> Any:
@@ -98,6 +135,21 @@ def _other(add: fx.Node | None, node: fx.Node) -> fx.Node | None:
         return None
     other = add.args[1 if add.args[0] is node else 0]
     return other if isinstance(other, fx.Node) and other is not node else None
+
+
+def _require_calls(module: nn.Module, graphs: Sequence[fx.Graph], inlined: set[nn.Module]) -> None:
+    """Refuses a layer that is not called: what a forward reads of it, as `self.drop.p`, would be taken for given."""
+    called = {str(n.target) for graph in graphs for n in graph.nodes if n.op in ("call_module", "get_attr")}
+    for name, layer in module.named_modules():
+        begun = any(c == name or c.startswith(f"{name}.") or name.startswith(f"{c}.") for c in called)
+        if (
+            name
+            and layer not in inlined
+            and not begun
+            and not isinstance(layer, nn.Identity)
+            and vars(layer)["_modules"] == {}
+        ):
+            raise Unread(f"it does not call its layer {name}")
 
 
 class Reader:
@@ -145,6 +197,11 @@ class Reader:
             return None
         inlined, named = set(self._inlined(module)), dict(module.named_modules())
         graphs = [_trace(module, inlined, training) for training in (False, True)]
+        with torch.set_grad_enabled(not torch.is_grad_enabled()):
+            others = [_trace(module, inlined, training) for training in (False, True)]
+        if any(a.python_code("self").src != b.python_code("self").src for a, b in zip(graphs, others, strict=True)):
+            raise Unread("its forward asks whether gradients are on")
+        _require_calls(module, graphs, inlined)
         shapes = _shapes(graphs[1], named)
         if 0 in [self._joined(graph, named) for graph in graphs]:
             return None
@@ -192,6 +249,13 @@ class Reader:
         return True
 
 
+_OF_ALL = frozenset(vars(nn.Module()))  # attributes that every module has
+
+
+def _plain(module: Any) -> dict[str, Any]:
+    return {n: v for n, v in vars(module).items() if isinstance(v, _PLAIN) and n not in _OF_ALL}
+
+
 class _Facts(NamedTuple):
     """What a graph took for given of a module."""
 
@@ -202,7 +266,7 @@ class _Facts(NamedTuple):
 
 
 def _facts(module: nn.Module) -> _Facts:
-    plain = {n: v for n, v in vars(module).items() if isinstance(v, _PLAIN) and n[0] != "_" and n != "training"}
+    plain = _plain(module)
     children = tuple(n for n, m in module._modules.items() if m is not None)
     return _Facts(stock(type(module)), children, tuple(plain), tuple(plain.values()))
 
@@ -211,7 +275,7 @@ def _hold(facts: _Facts, module: Any) -> bool:
     return (
         stock(type(module)) is facts.cls
         and tuple(n for n, m in module._modules.items() if m is not None) == facts.children
-        and all(getattr(module, n) == v for n, v in zip(facts.names, facts.values, strict=True))
+        and _plain(module) == dict(zip(facts.names, facts.values, strict=True))
     )
 
 

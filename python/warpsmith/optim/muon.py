@@ -190,7 +190,10 @@ class Muon(torch.optim.Optimizer):
                 super().add_param_group({**given, "params": matrices})
                 self._check_matrices(first)
             if others:
-                values = {**self._of_others, **(given if of_adamw else {})}
+                # A group without matrices has its own values; of a mixed one, those that both kinds have alike.
+                alike = ("weight_decay", "betas", "precision")
+                own = given if of_adamw or not matrices else {n: given[n] for n in alike if n in given}
+                values = {**self._of_others, **own}
                 self._check_others({**self.defaults, **values})
                 kept = {name: value for name, value in given.items() if name not in values}
                 super().add_param_group({**kept, **values, "others": True, "params": others})
@@ -223,7 +226,10 @@ class Muon(torch.optim.Optimizer):
         checked = []
 
         def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-            for group in given["param_groups"]:
+            for group, mine in zip(given["param_groups"], self.param_groups, strict=False):
+                if bool(group.get("others")) != bool(mine.get("others")):
+                    kinds = ["one that AdamW steps" if g.get("others") else "one of matrices" for g in (mine, group)]
+                    _refuse("state_dict: a group", *kinds)
                 whole = {**self.defaults, **group}
                 self._check_others(whole) if group.get("others") else self._check(whole)
             for index, p, state in self._loaded(given):
@@ -322,7 +328,7 @@ class Muon(torch.optim.Optimizer):
         for out, matrix in zip(u.unbind(0), matrices, strict=True):
             buffer = self.state[matrix.param][BUFFER]
             if group["nesterov"] and momentum > 0:  # U over the momentum, in one pass
-                g = matrix.grad if factor is None else matrix.grad * factor
+                g = matrix.grad if factor is None else matrix.grad.float() * factor
                 torch.add(buffer, g, alpha=(1 - momentum) / momentum, out=out)
             else:
                 out.copy_(buffer)

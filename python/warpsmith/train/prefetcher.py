@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -49,8 +50,11 @@ def _each(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         found = {k: _each(v, function) for k, v in value.items()}
         if type(value) is dict or not isinstance(value, MutableMapping):
             return found
+        if not isinstance(value, (dict, UserDict)):  # a copy may share its entries with the loader's own
+            return found
         copied: Any = copy.copy(value)
-        copied.update(found)
+        for k, v in found.items():
+            copied[k] = v
         return copied
     if isinstance(value, (list, tuple)):
         items = [_each(v, function) for v in value]
@@ -189,14 +193,20 @@ class Prefetcher:
         except Exception as error:
             return _Fetched(error=error)
         self._count(time.perf_counter() - asked, launched.query())
-        with torch.cuda.stream(side):
-            batch = _each(batch, lambda t: _copy(t, device))
-            if self.transform is not None:
-                batch = self.transform(batch)
-            return _Fetched(batch, side.record_event())
+        try:
+            with torch.cuda.stream(side):
+                batch = _each(batch, lambda t: _copy(t, device, current))
+                if self.transform is not None:
+                    batch = self.transform(batch)
+                return _Fetched(batch, side.record_event())
+        except Exception as error:  # the batch before it comes first
+            return _Fetched(error=error)
 
 
-def _copy(t: Tensor, device: torch.device) -> Tensor:
+def _copy(t: Tensor, device: torch.device, current: Any) -> Tensor:
+    """On the current stream; what is on a device already was made on ``current``."""
+    if t.is_cuda:
+        torch.cuda.current_stream(device).wait_stream(current)
     if t.device.type == "cpu" and t.layout == torch.strided and t.numel() and not t.is_pinned():
         t = t.pin_memory()
     return t.to(device, non_blocking=True)
