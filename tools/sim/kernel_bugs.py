@@ -316,7 +316,7 @@ BINDINGS = (
      "test_norm_residual.py -k 'sim- and random_cases'", "holds"),
     ("dbias_alone_behind_its_memory", "norm.cpp", "base + @(sums - 1)", "1",
      "test_norm.py -k 'sim- and (needs_input_grad or random_cases) and LayerNorm'", "Fatal Python error"),
-    ("pixels_that_lie_apart_taken_as_they_are", "batch_norm.cpp", "else if (@t.stride(i) != next", "false",
+    ("pixels_that_lie_apart_taken_as_they_are", "support/pixels.h", "else if (@t.stride(i) != next", "false",
      "test_batch_norm.py -k 'sim- and layout and x_odd_stride'", "error"),
     ("strided_gradient_of_lse_read_in_a_row", "attention.cpp", "if (dlse) dlse = as_contiguous(*dlse, op);", ";",
      "test_attention.py -k 'sim- and layout and grad_lse'", "error"),
