@@ -333,7 +333,7 @@ SEVERAL = (
      "ops/test_linear_loss.py -k 'sim- and error_law and 31200'", "grad_bias: error"),
     ("mask_of_the_first_vector", "batch_norm/normalize.cuh", "p.mask + @row * t.vectors + at.vector", "row * t.vectors",
      "ops/test_batch_norm.py -k 'sim- and error_law and 24-float32-residual_True-activation_relu'", "grad_x: error"),
-    ("short_turn_added_as_a_whole_one", "batch_norm/statistics.cuh", "kWhole || @u < rows ? element", "true ? element",
+    ("short_turn_added_as_a_whole_one", "batch_norm/statistics.cuh", "kWhole || @u < rows", "true",
      "ops/test_batch_norm.py -k many_turns", "test_few_multiprocessors"),
     ("squares_beyond_float_stay_infinite", "batch_norm/statistics.cuh", "beyond = @beyond || !is_finite(square)",
      "false", "ops/test_batch_norm.py -k 'squares and sim'", "test_squares"),
