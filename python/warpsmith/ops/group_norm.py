@@ -55,7 +55,6 @@ def group_norm(
         >>> warpsmith.group_norm(torch.tensor([[1.0, 3.0, 10.0, 10.0]]), 2)
         tensor([[-1.0000,  1.0000,  0.0000,  0.0000]])
     """
-    checks.refuse_non_int(NAME, "num_groups", num_groups)
     if activation is not None:
         checks.one_of(NAME, "activation", activation, (None, "silu"))
     if not torch.compiler.is_compiling():
