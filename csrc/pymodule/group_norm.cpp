@@ -30,6 +30,7 @@ pybind11::dict plan(const pybind11::kwargs& given) {
                                 " channels, got " + std::to_string(p.groups));
   p.element_bytes = problem.dtype_bytes("dtype", "bfloat16");
   p.multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
+  p.clusters = problem.integer("code_capability", 80, 90) >= 90;
   problem.refuse_unknown();
 
   pybind11::dict d;

@@ -48,7 +48,8 @@ def plain(x, num_groups, weight, bias, activation):
         return reference(x, num_groups, weight, bias, activation=activation)
     if weight is None and bias is not None:  # whose gradient torch then refuses
         weight = torch.ones_like(bias)
-    y = F.group_norm(x, num_groups, weight, bias)
+    # On the CPU torch 2.13 crashes where channels are the last in memory and x alone needs no gradient.
+    y = F.group_norm(x.contiguous(), num_groups, weight, bias)
     return F.silu(y) if activation else y
 
 
