@@ -43,13 +43,18 @@ def of_pixels(function):
 
 
 def plain(x, num_groups, weight, bias, activation):
-    """Plain PyTorch as users have it, in one dtype; what it refuses is the reference's."""
-    if 0 in x.shape or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
+    """Plain PyTorch as users have it, in one dtype; what it refuses is the reference's, and gradients of parameters
+    alone: on the CPU torch 2.13 crashes there where channels are the last in memory."""
+    learned = any(t is not None and t.requires_grad for t in (weight, bias))
+    if (
+        0 in x.shape
+        or (learned and not x.requires_grad)
+        or any(t is not None and t.dtype != x.dtype for t in (weight, bias))
+    ):
         return reference(x, num_groups, weight, bias, activation=activation)
     if weight is None and bias is not None:  # whose gradient torch then refuses
         weight = torch.ones_like(bias)
-    # On the CPU torch 2.13 crashes where channels are the last in memory and x alone needs no gradient.
-    y = F.group_norm(x.contiguous(), num_groups, weight, bias)
+    y = F.group_norm(x, num_groups, weight, bias)
     return F.silu(y) if activation else y
 
 
