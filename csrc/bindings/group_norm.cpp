@@ -127,9 +127,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy_any, Tensor x_any, int64_t
   if (want_dweight) p.dweight = dweight.mutable_data_ptr();
   if (want_dbias) p.dbias = dbias.mutable_data_ptr();
   OptionalTensor partials;
-  const auto with_partials = [&](int64_t slices, int32_t code) {
+  const auto with_partials = [&](int64_t slices) {
     const int64_t sizes[3] = {2, slices, p.channels};
-    partials = allocate(kBackward, "partial sums", sizes, 3, code, x_any);
+    partials = allocate(kBackward, "partial sums", sizes, 3, aoti_torch_dtype_float64(), x_any);
     p.partials = at(partials);
   };
   run_on(
@@ -137,11 +137,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy_any, Tensor x_any, int64_t
       [&](void* stream) {
         int64_t slices = 0;
         WARPSMITH_RETURN_IF_FAILED(group_norm_slices_cuda(p, &slices));
-        if (p.dweight || p.dbias) with_partials(slices, aoti_torch_dtype_float32());
+        if (p.dweight || p.dbias) with_partials(slices);
         return group_norm_backward_cuda(p, stream);
       },
       [&](const Parallel& threads) {
-        with_partials(group_norm_slices_cpu(p), aoti_torch_dtype_float64());
+        with_partials(group_norm_slices_cpu(p));
         return group_norm_backward_cpu(p, threads);
       });
   return {dx, dweight, dbias};

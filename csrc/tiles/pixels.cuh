@@ -72,7 +72,7 @@ __device__ __forceinline__ float share_of(float rstd, float unit) {
 
 // What (x - mean) * rstd * weight + bias takes of a channel: two multiply-adds, the same roundings in the forward and
 // where a backward computes it again.
-struct Channel {
+struct alignas(16) Channel {
   float unit, offset, scale, bias;  // offset: -mean * unit; scale: rstd / unit * weight
   Channel() = default;
   __device__ __forceinline__ Channel(float mean, float rstd, float weight, float bias)
@@ -145,18 +145,11 @@ template <int U, class T, int N> __device__ __forceinline__ float add_rows(Momen
     for (int u = 0; u < U; ++u) sum += u < first ? element<T, N>(x[u], k) : 0.0f;
     m.center[k] = sum * part;
   }
-  const auto add = [&](Packed<T, N>(&x)[U], Packed<T, N>(&ahead)[U]) {
+  while (rows.left > rows.turn) {
     rows.next();
     rows.template load<keep>(ahead);
     add_turn<true, T, N>(m, x, U);
     count += U;
-  };
-  while (rows.left > 2 * rows.turn) {
-    add(x, ahead);
-    add(ahead, x);
-  }
-  if (rows.left > rows.turn) {
-    add(x, ahead);
 #pragma unroll
     for (int u = 0; u < U; ++u) x[u] = ahead[u];
   }

@@ -12,23 +12,23 @@ namespace warpsmith::tiles {
 
 constexpr int kSumColumns = 32, kMaxSumSlices = 32;
 
-// sums[c], of type W: partials[r, c] added over all rows, in a fixed order. Each thread adds every row of its slice of
-// a column, then pairs of slices are added.
-template <class W> __global__ void __launch_bounds__(kSumColumns* kMaxSumSlices)
-    sum_partials(const float* partials, W* sums, int64_t rows, int64_t columns) {
-  WARPSMITH_SHARED(float, scratch, kSumColumns* kMaxSumSlices);
+// sums[c], of type W: partials[r, c] added over all rows in P (float, double), in a fixed order. Each thread adds every
+// row of its slice of a column, then pairs of slices are added.
+template <class W, class P> __global__ void __launch_bounds__(kSumColumns* kMaxSumSlices)
+    sum_partials(const P* partials, W* sums, int64_t rows, int64_t columns) {
+  WARPSMITH_SHARED(P, scratch, kSumColumns* kMaxSumSlices);
   device::wait_for_previous_kernel();
   const int slice = threadIdx.x / kSumColumns, slices = blockDim.x / kSumColumns;
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x % kSumColumns;
-  float sum = 0;
+  P sum = 0;
   constexpr int kTogether = 9;  // loads in flight: all of 264 rows
   for (int64_t first = slice; first < rows && column < columns; first += kTogether * slices) {
-    float some[kTogether] = {};
+    P some[kTogether] = {};
 #pragma unroll
     for (int k = 0; k < kTogether; ++k)
       if (first + k * slices < rows) some[k] = device::load(partials + (first + k * slices) * columns + column);
 #pragma unroll
-    for (const float one : some) sum += one;
+    for (const P one : some) sum += one;
   }
   scratch[threadIdx.x] = sum;
   __syncthreads();
@@ -36,16 +36,16 @@ template <class W> __global__ void __launch_bounds__(kSumColumns* kMaxSumSlices)
     if (slice < half && slice + half < slices) scratch[threadIdx.x] += scratch[threadIdx.x + half * kSumColumns];
     __syncthreads();
   }
-  if (slice == 0 && column < columns) device::store(sums + column, device::from_float<W>(scratch[threadIdx.x]));
+  if (slice == 0 && column < columns) device::store(sums + column, device::from_float<W>(static_cast<float>(scratch[threadIdx.x])));
 }
 
-template <class W>
+template <class W, class P = float>
 Status launch_sum_partials(const void* partials, void* sums, int64_t rows, int64_t columns, void* stream) {
   LaunchConfig config;
   config.grid.x = static_cast<unsigned>(ceil_div(columns, kSumColumns));
   config.block.x = kSumColumns * static_cast<unsigned>(std::min<int64_t>(kMaxSumSlices, rows));
   WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
-  return launch(sum_partials<W>, config, stream, static_cast<const float*>(partials), static_cast<W*>(sums), rows,
+  return launch(sum_partials<W, P>, config, stream, static_cast<const P*>(partials), static_cast<W*>(sums), rows,
                 columns);
 }
 

@@ -76,6 +76,8 @@ CASES = [
     Case((3, 4, 5, 64), FP32, options={"groups": 8, "std": 1e-3, "mean": 10.0}),
     Case((2, 3, 2, 2056), FP32, options={"groups": 1, **SILU}),  # more vectors than threads
     Case((2, 2, 2, 2310), BF16, options={"groups": 2}),
+    Case((2, 3, 2, 1000), BF16, options={"groups": 8}),  # groups of 125: a vector lies in two of them
+    Case((2, 3, 2, 264), BF16, options={"groups": 8, **SILU}),
 ]  # fmt: skip
 
 
@@ -86,26 +88,21 @@ def floor(case):
 
 
 def bytes_beside(case, given):
-    """Every thread of a pass reads the parameters of its channels, backward the statistics too. A block writes two sums
-    of each channel, which are read once, and reads the weight once more."""
+    """A block reads the parameters of its channels once for each pass, with the statistics backward. It writes two sums
+    of each channel, which are read once."""
     samples, channels, itemsize = case.shape[0], case.shape[-1], case.dtype.itemsize
     pixels = torch.Size(case.shape[1:-1]).numel()
     kinds = {"samples": samples, "pixels": pixels, "channels": channels, "groups": given["num_groups"]}
     plan = sim.plan("group_norm", **kinds, dtype=str(case.dtype).removeprefix("torch."))
     weight, bias = (itemsize * (given[n] is not None) for n in ("weight", "bias"))
-
-    def slices_and_readers(p):
-        slices = samples * p["cluster"]
-        return slices, slices * (p["threads"] // p["threads_a_pixel"]) * channels
-
-    _, readers = slices_and_readers(plan["forward"])
-    slices, again = slices_and_readers(plan["backward"])
+    forward, backward = (samples * plan[k]["cluster"] * channels for k in ("forward", "backward"))
     sums = (weight > 0) + (bias > 0)
-    of_thread = 8 + weight + bias * (given["activation"] is not None)
-    read = 2 * again * of_thread + slices * channels * (weight + 4 * sums)
+    tiles = plan["backward"]["range_channels"] > plan["backward"]["threads_a_pixel"] * plan["backward"]["vector_elems"]
+    of_channel = 8 + weight + bias * (given["activation"] is not None)  # of a table
+    read = (1 + tiles) * of_channel + 4 + weight + 4 + 8 * sums  # the rstd for sums and for dx
     return {
-        "forward": (readers * (weight + bias), 8 * samples * given["num_groups"]),
-        "backward": (read, 8 * slices * channels * (sums > 0) + channels * (weight + bias)),
+        "forward": (forward * (weight + bias), 8 * samples * given["num_groups"]),
+        "backward": (backward * read, 16 * backward * (sums > 0) + channels * (weight + bias)),
     }
 
 
@@ -183,6 +180,15 @@ def test_squares_beyond_float32_are_no_infinity(dtype, device):
     y = warpsmith.group_norm(x.to(device), 4, weight.to(device)).double().cpu()
     exact = reference(x.double(), 4, weight.double())
     assert ((y - exact).abs() <= 2 * torch.finfo(dtype).eps * exact.abs().amax()).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_samples_that_cancel_are_added_in_double(device):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(device)
+    weight, bias = (torch.ones(8, device=device, requires_grad=True) for _ in range(2))
+    dy = torch.tensor([1e8, -1e8, 3.0, 4.0], device=device)[:, None].expand(4, 8)
+    y = warpsmith.group_norm(x, 2, weight, bias)
+    assert torch.equal(*torch.autograd.grad(y, bias, dy), torch.full((8,), 7.0, device=device))
 
 
 @pytest.mark.parametrize("device", DEVICES)

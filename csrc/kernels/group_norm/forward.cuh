@@ -16,66 +16,83 @@ struct ForwardParams {
   bool silu;
 };
 
+constexpr int kRowsInFlight = 4;
+
+// The rows of a thread of y, in the vector `v` of the range. The rows that were read last come first: the L2 cache has
+// them.
+template <bool kSilu, class T, int N>
+__device__ __forceinline__ void normalize(const ForwardParams& p, const Place<N>& at, const Channel* table, int64_t v) {
+  constexpr int U = kRowsInFlight;
+  const Ranges& r = p.ranges;
+  Channel channels[N];
+#pragma unroll
+  for (int k = 0; k < N; ++k) channels[k] = table[k * r.lanes + at.lane];
+  const auto rows = at.template rows_of<T>(p.x, p.x_stride, r, v, U);
+  const int64_t step = r.channels / N;
+  Packed<T, N>* const to = vector_at<T, N>(p.y, at.first(r) * step + int64_t{at.range} * r.vectors + v);
+#pragma unroll 1
+  for (int64_t turn = (rows.left - 1) / rows.turn * rows.turn; turn >= 0 && rows.left > 0; turn -= rows.turn) {
+    Packed<T, N> x[U];
+    load_rows<T, N>(x, rows.from, rows.stride, 0, turn, rows.apart, rows.left);
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t row = turn + u * rows.apart;
+      if (row >= rows.left) break;
+      float y[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        y[k] = channels[k].value(element<T, N>(x[u], k));
+        if constexpr (kSilu) y[k] = activation::Silu<activation::DeviceMath<T>>(y[k]).value();
+      }
+      device::store<device::Cache::streaming>(to + row * step, device::rounded<T>(y));
+    }
+  }
+}
+
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNormResident) forward(ForwardParams p) {
-  constexpr int U = 4, kAgain = 8;  // rows in flight, of the first read beside those that are added
-  WARPSMITH_SHARED(double, sums, kThreads* N);
-  WARPSMITH_SHARED(double, squares, kThreads* N);
+  constexpr int U = kRowsInFlight;
+  WARPSMITH_SHARED(Channel, channels, kApart * N / 2);  // after the sums, in their place
+  WARPSMITH_SHARED(double, squares, kApart* N);
   WARPSMITH_SHARED(double, totals, 2 * kThreads);
   WARPSMITH_SHARED(float, means, kThreads);
   WARPSMITH_SHARED(float, rstds, kThreads);
+  double* const sums = reinterpret_cast<double*>(channels);
   const Ranges& r = p.ranges;
   const Place<N> at(r);
   if (at.sample >= r.samples) return;
-  const int thread = static_cast<int>(threadIdx.x), own = thread * N, groups = at.groups(r);
-#pragma unroll
-  for (int k = 0; k < N; ++k) sums[own + k] = squares[own + k] = 0;
+  const int thread = static_cast<int>(threadIdx.x), groups = at.groups(r);
+#pragma unroll 1
   for (int64_t v = at.here ? at.lane : r.vectors; v < r.vectors; v += r.lanes) {
-    const auto rows = at.template rows_of<T>(p.x, p.x_stride, r, v, U);
     Moments<N> m;
-    const double count = add_rows<U>(m, rows);
+    const double count = add_rows<U>(m, at.template rows_of<T>(p.x, p.x_stride, r, v, U));
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       const double center = m.center[k], sum = m.sum[k];
-      sums[own + k] += count * center + sum;
-      squares[own + k] += m.square[k] + center * (2 * sum + count * center);
+      const int own = of_thread<N>(k, thread);
+      if (v == at.lane) sums[own] = squares[own] = 0;
+      sums[own] += count * center + sum;
+      squares[own] += m.square[k] + center * (2 * sum + count * center);
     }
   }
 #pragma unroll 1
-  for (int k = 0; k < N; ++k) {  // squares beyond float
-    if (squares[own + k] - squares[own + k] == 0) continue;
-    sums[own + k] = squares[own + k] = 0;
+  for (int k = at.here ? 0 : N; k < N; ++k) {  // squares beyond float
+    const int own = of_thread<N>(k, thread);
+    if (squares[own] - squares[own] == 0) continue;
+    sums[own] = squares[own] = 0;
     for (int64_t v = at.lane; v < r.vectors; v += r.lanes) {
       double sum, square;
       add_in_double<U>(at.template rows_of<T>(p.x, p.x_stride, r, v, U), k, sum, square);
-      sums[own + k] += sum;
-      squares[own + k] += square;
+      sums[own] += sum;
+      squares[own] += square;
     }
   }
   __syncthreads();
-  {
-    // Thread (part, g) adds every parts-th value of group g; then one thread of each group adds the parts.
-    const int group = thread % groups, parts = kThreads / groups, part = thread / groups;
-    const int width = r.lanes * N, wide = static_cast<int>(min(r.group, int64_t{width})), all = at.rows * wide;
-    double sum = 0, square = 0;
-    for (int i = part < parts ? part : all; i < all; i += parts) {
-      const int from = i / wide * width + group * wide + i % wide;
-      sum += sums[from];
-      square += squares[from];
-    }
-    __syncthreads();
-    sums[thread] = sum;
-    squares[thread] = square;
-    __syncthreads();
-    if (thread < groups) {
-      sum = square = 0;
-      for (int i = 0; i < parts; ++i) {
-        sum += sums[i * groups + thread];
-        square += squares[i * groups + thread];
-      }
-      totals[thread] = sum;
-      totals[kThreads + thread] = square;
-    }
-  }
+  const int wide = static_cast<int>(min(r.group, int64_t{r.lanes} * N));  // channels of a group in a tile
+  totals_of_groups(totals, groups, at.rows * wide, [&](int group, int i, double& sum, double& square) {
+    const int from = of_row<N>(r, i / wide, group * wide + i % wide);
+    sum += sums[from];
+    square += squares[from];
+  });
   double sum, square;
   totals_of_cluster(totals, groups, r.cluster, sum, square);
   if (thread < groups) {
@@ -89,36 +106,22 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
       device::store(p.rstd + group, rstds[thread]);
     }
   }
-  __syncthreads();
-  for (int64_t v = at.here ? at.lane : r.vectors; v < r.vectors; v += r.lanes) {
-    Channel channels[N];
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const int64_t channel = at.channel(r, v) + k;
-      const int group = at.group_of(r, v, k);
-      channels[k] = Channel(means[group], rstds[group], p.weight ? load_as(p.weight, p.weight_dtype, channel) : 1.0f,
-                            p.bias ? load_as(p.bias, p.weight_dtype, channel) : 0.0f);
-    }
-    const auto rows = at.template rows_of<T>(p.x, p.x_stride, r, v, kAgain);
-    const int64_t step = r.channels / N;
-    Packed<T, N>* const to =
-        vector_at<T, N>(p.y, (at.sample * r.pixels + at.begin + at.row) * step + int64_t{at.range} * r.vectors + v);
-    for (int64_t turn = (rows.left - 1) / rows.turn * rows.turn; turn >= 0 && rows.left > 0; turn -= rows.turn) {
-      Packed<T, N> x[kAgain];
-      load_rows<T, N>(x, rows.from, rows.stride, 0, turn, rows.apart, rows.left);
-#pragma unroll
-      for (int u = 0; u < kAgain; ++u) {
-        const int64_t row = turn + u * rows.apart;
-        if (row >= rows.left) break;
-        float y[N];
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-          y[k] = channels[k].value(element<T, N>(x[u], k));
-          if (p.silu) y[k] = activation::Silu<activation::DeviceMath<T>>(y[k]).value();
-        }
-        device::store<device::Cache::streaming>(to + row * step, device::rounded<T>(y));
-      }
-    }
+  for (int64_t tile = 0; tile < r.vectors; tile += r.lanes) {
+    __syncthreads();
+    each_channel<N>(r, tile, [&](int c) {
+      const int64_t channel = at.channel(r, tile) + c;
+      const int group = at.group_of(r, tile, c);
+      channels[in_table<N>(r, c)] =
+          Channel(means[group], rstds[group], p.weight ? load_as(p.weight, p.weight_dtype, channel) : 1.0f,
+                  p.bias ? load_as(p.bias, p.weight_dtype, channel) : 0.0f);
+    });
+    __syncthreads();
+    const int64_t v = tile + at.lane;
+    if (!at.here || v >= r.vectors) continue;
+    if (p.silu)
+      normalize<true, T>(p, at, channels, v);
+    else
+      normalize<false, T>(p, at, channels, v);
   }
   if (r.cluster > 1) device::cluster_wait();
 }

@@ -23,7 +23,8 @@ Status config_of(const GroupNormShape& p, int tensors, GroupNormConfig* out) {
 }
 
 Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c) {
-  return {p.samples, p.pixels, c.vectors, p.channels, p.groups, p.group(), c.lanes, c.cluster};
+  return {p.samples, p.pixels, ceil_div(p.pixels, int64_t{c.cluster}), c.vectors, p.channels, p.groups, p.group(),
+          c.lanes,   c.cluster};
 }
 
 template <class Params> Status launch_clusters(void (*kernel)(Params), const Params& p, int64_t samples,
@@ -76,7 +77,7 @@ Status group_norm_forward_cuda(const GroupNormForwardParams& p, void* stream) {
 Status group_norm_backward_cuda(const GroupNormBackwardParams& p, void* stream) {
   GroupNormConfig c;
   WARPSMITH_RETURN_IF_FAILED(config_of(p, 2, &c));
-  float* const partials = p.dweight || p.dbias ? static_cast<float*>(p.partials) : nullptr;
+  double* const partials = p.dweight || p.dbias ? static_cast<double*>(p.partials) : nullptr;
   const int64_t slices = p.samples * c.cluster;
   const BackwardParams b{.dy = p.dy,
                          .x = p.x,
@@ -97,9 +98,10 @@ Status group_norm_backward_cuda(const GroupNormBackwardParams& p, void* stream) 
   }));
   return visit_cuda_dtype(p.weight_dtype, [&]<class W>() -> Status {
     if (p.dweight)
-      WARPSMITH_RETURN_IF_FAILED(tiles::launch_sum_partials<W>(partials, p.dweight, slices, p.channels, stream));
+      WARPSMITH_RETURN_IF_FAILED(
+          (tiles::launch_sum_partials<W, double>(partials, p.dweight, slices, p.channels, stream)));
     if (!p.dbias) return {};
-    return tiles::launch_sum_partials<W>(partials + slices * p.channels, p.dbias, slices, p.channels, stream);
+    return tiles::launch_sum_partials<W, double>(partials + slices * p.channels, p.dbias, slices, p.channels, stream);
   });
 }
 

@@ -48,7 +48,7 @@ struct GroupNormBackwardParams : GroupNormShape {
   void* dx = nullptr;            // [samples * pixels, channels], dtype, contiguous; null: not wanted
   void* dweight = nullptr;       // [channels], weight_dtype; null: not wanted
   void* dbias = nullptr;         // [channels], weight_dtype; null: not wanted
-  void* partials = nullptr;      // [2, slices, channels], float (double on the CPU)
+  void* partials = nullptr;      // [2, slices, channels], double
   int64_t dy_stride = 0, x_stride = 0;
 };
 

@@ -16,10 +16,12 @@ struct GroupNormProblem {
 };
 
 constexpr int kGroupNormThreads = 256, kGroupNormResident = 2;  // blocks that a multiprocessor holds at once
+constexpr int kGroupNormLanes = 128;
 
 // A cluster of `cluster` blocks takes a range of whole groups of one sample, and each block as many of its pixels. A
 // block has `lanes` threads along a pixel, each with one vector of channels, and threads / lanes pixels side by side. A
-// range of one group with more vectors than threads goes through them in several tiles.
+// range of one group with more vectors than kGroupNormLanes goes through them in several tiles. A range of several
+// groups has at most as many channels as a block has threads.
 struct GroupNormConfig {
   int vector_elems = 1;
   int lanes = 1;
@@ -37,7 +39,7 @@ constexpr GroupNormConfig choose_group_norm(const GroupNormProblem& p) {
   const int64_t group = p.channels / p.groups;
   GroupNormConfig c;
   const int whole = 16 / p.element_bytes;
-  if (p.channels % whole == 0 && (group % whole == 0 || std::lcm(group, int64_t{whole}) <= whole * kGroupNormThreads))
+  if (p.channels % whole == 0 && (group % whole == 0 || std::lcm(group, int64_t{whole}) <= kGroupNormThreads))
     c.vector_elems = whole;
   const int64_t unit = std::lcm(group, int64_t{c.vector_elems}) / c.vector_elems;
   const int64_t units = p.channels / c.vector_elems / unit, resident = int64_t{kGroupNormResident} * p.multiprocessors;
@@ -51,7 +53,7 @@ constexpr GroupNormConfig choose_group_norm(const GroupNormProblem& p) {
       if (std::min(blocks, resident) > most || (full && kept)) {
         most = std::min(blocks, resident);
         c.vectors = vectors, c.ranges = ranges, c.cluster = cluster;
-        c.lanes = static_cast<int>(std::min<int64_t>(vectors, kGroupNormThreads));
+        c.lanes = static_cast<int>(std::min<int64_t>(vectors, kGroupNormLanes));
       }
       if (full && kept) return c;
     }
