@@ -333,14 +333,13 @@ SEVERAL = (
      "ops/test_linear_loss.py -k 'sim- and error_law and 31200'", "grad_bias: error"),
     ("mask_of_the_first_vector", "batch_norm/normalize.cuh", "p.mask + @row * t.vectors + at.vector", "row * t.vectors",
      "ops/test_batch_norm.py -k 'sim- and error_law and 24-float32-residual_True-activation_relu'", "grad_x: error"),
-    ("short_turn_added_as_a_whole_one", "batch_norm/statistics.cuh", "kWhole || @u < rows", "true",
+    ("short_turn_added_as_a_whole_one", "tiles/pixels.cuh", "kWhole || @u < rows", "true",
      "ops/test_batch_norm.py -k many_turns", "test_few_multiprocessors"),
     ("squares_beyond_float_stay_infinite", "batch_norm/statistics.cuh", "beyond = @beyond || !is_finite(square)",
      "false", "ops/test_batch_norm.py -k 'squares and sim'", "test_squares"),
     ("relu_computed_again_without_the_bias", "batch_norm/backward.cuh", "at.column, @p.relu && !p.mask", "false",
      "ops/test_batch_norm.py -k 'sim- and error_law and 24-float32-activation_relu'", "grad_weight: error"),
-    ("last_block_of_a_cluster_left_out", "group_norm/place.cuh", "rank < @cluster; ++rank",
-     "max(1, cluster - 1); ++rank",
+    ("last_block_of_a_cluster_left_out", "group_norm/place.cuh", "rank < @cluster) {", "max(1, cluster - 1)) {",
      "ops/test_group_norm.py -k blocks_of_a_cluster", "test_blocks"),
     ("silu_computed_again_without_the_bias", "group_norm/backward.cuh", "@p.silu && p.bias ? load_as",
      "false && p.bias ? load_as", "ops/test_group_norm.py -k 'sim- and error_law and 24-float32-groups_2-affine_bias'",
@@ -355,7 +354,16 @@ BUGS += tuple(
     for number, (name, file, changes, test, noticed_as) in enumerate(ATTENTION, 1)
 )
 BUGS += tuple(
-    Bug(name, "", f"kernels/{file}", ((old, new),), f"tests/{test}", noticed_as, library.PLAIN, switch=n)
+    Bug(
+        name,
+        "",
+        file if file.startswith("tiles/") else f"kernels/{file}",
+        ((old, new),),
+        f"tests/{test}",
+        noticed_as,
+        library.PLAIN,
+        switch=n,
+    )
     for n, (name, file, old, new, test, noticed_as) in enumerate(SEVERAL, 1)
 )
 BUGS += tuple(
