@@ -353,19 +353,9 @@ BUGS += tuple(
     Bug(name, "attention", file, changes, test, noticed_as, library.PLAIN, switch=number)
     for number, (name, file, changes, test, noticed_as) in enumerate(ATTENTION, 1)
 )
-BUGS += tuple(
-    Bug(
-        name,
-        "",
-        file if file.startswith("tiles/") else f"kernels/{file}",
-        ((old, new),),
-        f"tests/{test}",
-        noticed_as,
-        library.PLAIN,
-        switch=n,
-    )
-    for n, (name, file, old, new, test, noticed_as) in enumerate(SEVERAL, 1)
-)
+for number, (name, file, old, new, test, noticed_as) in enumerate(SEVERAL, 1):
+    path = file if file.startswith("tiles/") else f"kernels/{file}"
+    BUGS += (Bug(name, "", path, ((old, new),), f"tests/{test}", noticed_as, library.PLAIN, switch=number),)
 BUGS += tuple(
     Bug(name, "bindings", f"bindings/{file}", ((old, new),), f"tests/ops/{test}", noticed_as, library.PLAIN, switch=n)
     for n, (name, file, old, new, test, noticed_as) in enumerate(BINDINGS, 1)
