@@ -93,39 +93,55 @@ template <class I, class O, bool kBackward> struct Function {
     k = 1.f / s / exponential.unit(m);
     rest = logf(s);
   }
-  // Writes the results of the vector whose first element is `column`.
-  __device__ __forceinline__ void write(const Row<O>& out, int column, const Packed& x, const Packed& dy) const {
-    float y[N];
+  __device__ __forceinline__ void results(const Packed& x, const Packed& dy, float (&y)[N]) const {
+    const auto each = [&](auto&& result) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const float z = element<I>(x, n);
-      if constexpr (kBackward) {
-        const float g = element<I>(dy, n);
-        y[n] = log ? g - Exponential<A, false>::of_argument(z) * s : z * (g - s);
-      } else {
-        const float e = exponential(z);
-        y[n] = log ? z - m - rest : e * k;
-        if constexpr (sizeof(A) == 4)  // the rounding of k
-          if (!log) y[n] = fmaf(fmaf(-y[n], s, e), k, y[n]);
-      }
-    }
-    constexpr int M = N < 16 / static_cast<int>(sizeof(O)) ? N : 16 / static_cast<int>(sizeof(O));
-#pragma unroll
-    for (int n = 0; n < N; n += M) {
-      const int c = column + n;
-      float piece[M];
-#pragma unroll
-      for (int i = 0; i < M; ++i) piece[i] = y[n + i];
-      if (c >= 0 && c + M <= out.columns && (c + out.phase) % M == 0) {
-        device::store(device::packed_at<O, M>(out.base, c), device::rounded<O>(piece));
-        continue;
-      }
-#pragma unroll
-      for (int i = 0; i < M; ++i)
-        if (out.has(c + i)) device::store(out.base + c + i, device::from_float<O>(piece[i]));
-    }
+      for (int n = 0; n < N; ++n) y[n] = result(element<I>(x, n), element<I>(dy, n));
+    };
+    if (kBackward && log)
+      each([&](float z, float g) { return g - Exponential<A, false>::of_argument(z) * s; });
+    else if (kBackward)
+      each([&](float z, float g) { return z * (g - s); });
+    else if (log)
+      each([&](float z, float) { return z - m - rest; });
+    else
+      each([&](float z, float) {
+        const float e = exponential(z), quotient = e * k;
+        return sizeof(A) == 4 ? fmaf(fmaf(-quotient, s, e), k, quotient) : quotient;  // without the rounding of k
+      });
   }
 };
+
+// Writes the results of a row. for_vectors(visit) calls visit(vector, of x, of dy). Vectors that are stored whole have
+// a loop of their own, and addresses from a vector on: else the compiler would store their elements one by one.
+template <class F, class I, class O, class ForVectors>
+__device__ __forceinline__ void write_row(const F& f, const Row<I>& x, const Row<O>& out, ForVectors&& for_vectors) {
+  constexpr int N = F::N, M = N < Row<O>::N ? N : Row<O>::N;  // elements of a vector and of a store
+  const bool alike = (x.phase - out.phase) % M == 0;
+  const int first = alike ? x.first_whole() : 0, end = alike ? x.end_whole() : 0;
+  auto* const to = device::packed_at<O, M>(out.base - x.phase, 0);
+  float y[N];
+  for_vectors([&](int i, const Packed& of_x, const Packed& of_dy) {
+    if (i < first || i >= end) return;
+    f.results(of_x, of_dy, y);
+#pragma unroll
+    for (int n = 0; n < N; n += M) {
+      float piece[M];
+#pragma unroll
+      for (int k = 0; k < M; ++k) piece[k] = y[n + k];
+      device::store(to + i * (N / M) + n / M, device::rounded<O>(piece));
+    }
+  });
+  if (first == 0 && end == x.vectors()) return;
+  for_vectors([&](int i, const Packed& of_x, const Packed& of_dy) {
+    if (i >= first && i < end) return;
+    f.results(of_x, of_dy, y);
+    const int column = x.first_column(i);
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      if (out.has(column + n)) device::store(out.base + column + n, device::from_float<O>(y[n]));
+  });
+}
 
 // The row in the shared memory of its threads. Each reads only its own vectors, so that the only barrier is that of the
 // sums.
@@ -159,7 +175,8 @@ __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock ? 2 : 8) resident(S
   if constexpr (kBackward) request_row(dy, team, vectors, stage + to_dy, bulk, arrived, F::kOutside);
 
   // Calls visit(vector, of x, of dy) for this thread's vectors. Loads kBatch vectors before it uses the first.
-  const auto for_vectors = [&]<int kBatch, class Visit>(Visit&& visit) {
+  constexpr int kBatch = kBackward || sizeof(O) > sizeof(I) ? 2 : 4;
+  const auto for_vectors = [&](auto&& visit) {
     const Packed* slot = stage;
     const auto batch = [&]<int K>(int i, std::integral_constant<int, K>) {
       Packed of_x[K], of_dy[K] = {};
@@ -177,7 +194,6 @@ __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock ? 2 : 8) resident(S
       batch(i, std::integral_constant<int, kBatch>());
     for (; i < count; i += team.size) batch(i, std::integral_constant<int, 1>());
   };
-  constexpr int kBatch = kBackward || sizeof(O) > sizeof(I) ? 2 : 4;
   if (bulk)
     device::mbarrier_wait(arrived, 0);
   else
@@ -185,15 +201,14 @@ __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock ? 2 : 8) resident(S
   float m = 0.f;
   if constexpr (!kBackward) {
     Largest<I> largest;
-    for_vectors.template operator()<kBatch>([&](int, const Packed& of_x, const Packed&) { largest.add(of_x); });
+    for_vectors([&](int, const Packed& of_x, const Packed&) { largest.add(of_x); });
     m = max_of_lanes(largest.value(), kBlock ? 32 : team.size);
   }
   F f(p.log, m);
-  for_vectors.template operator()<kBatch>([&](int, const Packed& of_x, const Packed& of_dy) { f.add(of_x, of_dy); });
+  for_vectors([&](int, const Packed& of_x, const Packed& of_dy) { f.add(of_x, of_dy); });
   f.finish(exchange.over_row<true>(f.sums(), team, SumsOfRow<typename F::A>()));
   const Row<O> out(p.result, r * p.columns, columns);
-  for_vectors.template operator()<kBatch>(
-      [&](int i, const Packed& of_x, const Packed& of_dy) { f.write(out, x.first_column(i), of_x, of_dy); });
+  write_row(f, x, out, for_vectors);
 }
 
 // A row of any length: a block reads it for the sums, which are rescaled where a larger element appears, and again for
@@ -222,7 +237,7 @@ template <class I, class O, bool kBackward> __global__ void __launch_bounds__(51
     f.add(of_x, of_dy);
   });
   f.finish(exchange.over_row<false>(f.sums(), team, SumsOfRow<typename F::A>()));
-  for_vectors([&](int i, const Packed& of_x, const Packed& of_dy) { f.write(out, x.first_column(i), of_x, of_dy); });
+  write_row(f, x, out, for_vectors);
 }
 
 }  // namespace warpsmith::softmax

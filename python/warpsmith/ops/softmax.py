@@ -60,7 +60,7 @@ def log_softmax(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
     A gradient, and its own in turn (composed of plain torch operations). Nothing but the result is kept for it.
 
-    Deterministic. Moves 2 elements of memory for each of ``x`` forward and 3 backward, as :func:`softmax`.
+    Deterministic. Moves 2 elements of memory for each of ``x`` forward and 3 backward.
 
     Raises:
         ValueError: a dtype that does not fit, or a tensor without dimensions.
