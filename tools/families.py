@@ -12,7 +12,7 @@ from warpsmith import _C
 
 # The order of tables; families that are not named follow by name.
 ORDER = tuple(
-    "norm batch_norm group_norm rope attention activation softmax linear cross_entropy linear_loss quantize optim".split()
+    "norm batch_norm group_norm rope attention activation linear cross_entropy linear_loss quantize optim".split()
 )
 
 
