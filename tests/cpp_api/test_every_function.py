@@ -84,7 +84,7 @@ def group_norm(silu, **given):
 
 
 def softmax(name, x, wide):
-    return getattr(warpsmith, name)(x, dtype=torch.float32 if wide else None)
+    return getattr(warpsmith, name)(x, dtype=torch.float32 if wide and x.dtype.itemsize == 2 else None)
 
 
 def of_layers(name):
