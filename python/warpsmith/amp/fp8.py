@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from warpsmith._core import checks
 from warpsmith._core.library import raw
 from warpsmith._core.modules import stock
-from warpsmith._core.pending import settled_all
+from warpsmith._core.pending import settle
 from warpsmith.amp.fp8_ranks import group_of_forward, require_same_layers
 from warpsmith.ops._linear import LINEAR, capability, under_autocast
 from warpsmith.ops._scaled_linear import (
@@ -43,6 +43,7 @@ class _Layer:
         return type(None), ()  # what is loaded is the layer as it was
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
+        settle()
         return _Layer(self.owner, self.name, copy.deepcopy(self.state, memo))
 
 
@@ -128,7 +129,8 @@ class Fp8Layers:
         if self.recipe.amax != "delayed" or not states:
             return
         totals = [t for s in states for t in s.totals()[:2]]
-        recipe, amax = self.recipe, settled_all(totals).view(-1, 2)
+        settle()
+        recipe, amax = self.recipe, torch.stack(totals).view(-1, 2)
         if self.group is not None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, self.group)
         history, scales = self._tensors(amax.device)
