@@ -279,12 +279,6 @@ Tensor filled_up(const char* op, const Tensor& t) {
   return all;
 }
 
-Tensor no_counts(const char* op, const Tensor& like) {
-  Tensor counts = allocate_vector(op, "counts", 2, aoti_torch_dtype_int64(), like);
-  torch::stable::zero_(counts);
-  return counts;
-}
-
 Tensor or_nothing(const char* op, const OptionalTensor& t, int32_t code, const Tensor& like) {
   return t ? *t : nothing(op, code, like);
 }
@@ -480,7 +474,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       }
     }
   } else {
-    counts = no_counts(op, dy_any);
+    counts = zeros(op, "counts", 2, dy_any, true);
     if (want_dbias) {
       sums = allocate_vector(op, "gradient of bias", layer.out, wide, dy_any);
       if (rows.numel() == 0)

@@ -83,9 +83,12 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
   if (!given && transposed_wanted && !one)
     casts.transposed_scale = allocate_of("transposed_scale", turned_scales, real, x_any);
   const OnDeviceOf device(x_any);
-  if (o.counts) casts.counts = allocate_vector(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
+  if (o.counts && o.from_scratch)
+    casts.counts = zeros(kQuantize, "counts", 2, x_any, true);
+  else if (o.counts)
+    casts.counts = allocate_vector(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
   if (o.column_sums) casts.sums = allocate_vector(kQuantize, "column_sums", x.columns, real, x_any);
-  if (o.amax) casts.amax = allocate_scalar(kQuantize, "amax", real, x_any);
+  if (o.amax) casts.amax = zeros(kQuantize, "amax", 1, x_any, false, 0);
 
   // Not null where there is nothing to write: an output without elements is wanted all the same.
   const auto address = [](const std::optional<Tensor>& t) -> void* {
@@ -113,6 +116,7 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
       .factor_rows = o.row_factor ? o.row_factor->numel() : 0,
       .scaling = o.scaling,
       .given = given.has_value(),
+      .counts_are_zeros = o.from_scratch,
       .power_of_two = o.power_of_two,
       .e5m2 = e5m2,
       .dtype = x_dtype};
@@ -148,7 +152,8 @@ Quantized quantize_fp8(Tensor x, std::optional<Tensor> given, int64_t scaling, i
                             .dtype = dtype,
                             .power_of_two = power_of_two,
                             .counts = true,
-                            .column_sums = column_sums});
+                            .column_sums = column_sums,
+                            .from_scratch = false});
   const auto or_nothing = [&](const std::optional<Tensor>& t, int32_t code) {
     return t ? *t : nothing(kQuantize, code, x);
   };

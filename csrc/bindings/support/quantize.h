@@ -23,7 +23,8 @@ struct CastOptions {
   ScalarType dtype;
   bool power_of_two;
   bool counts = false, column_sums = false;
-  bool amax = false;  // beside a given scale
+  bool amax = false;         // beside a given scale
+  bool from_scratch = true;  // counts are parts of a chunk of zeros; else of memory of their own
   // Of row scales: [columns] and [at most rows], float32, contiguous (kernels/quantize/quantize.h).
   const Tensor *column_factor = nullptr, *row_factor = nullptr;
 };

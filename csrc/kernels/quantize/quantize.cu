@@ -101,8 +101,7 @@ Status cast_tiles(const QuantizeParams& p, const QuantizeConfig& c, Tiles t, voi
 Status quantize_cuda(const QuantizeParams& p, void* stream) {
   if (size_bytes(p.dtype) > 4) return no_cuda_kernel(p.dtype);
   const QuantizeConfig c = choose_quantize(problem_of(p));
-  WARPSMITH_RETURN_IF_FAILED(clear(p.counts, 2 * sizeof *p.counts, stream));
-  WARPSMITH_RETURN_IF_FAILED(clear(p.amax, sizeof *p.amax, stream));
+  if (!p.counts_are_zeros) WARPSMITH_RETURN_IF_FAILED(clear(p.counts, 2 * sizeof *p.counts, stream));
   Tiles t = tiles_of(p.x, p.rows, p.columns, p.x_stride, p.dtype);
   t.column_factor = p.column_factor;
   t.row_factor = p.row_factor;
