@@ -83,7 +83,8 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
   if (!given && transposed_wanted && !one)
     casts.transposed_scale = allocate_of("transposed_scale", turned_scales, real, x_any);
   const OnDeviceOf device(x_any);
-  if (o.counts && o.from_scratch)
+  const bool from_scratch = o.from_scratch && runs_kernels(x_any);  // the CPU writes all there is
+  if (o.counts && from_scratch)
     casts.counts = zeros(kQuantize, "counts", 2, x_any, true);
   else if (o.counts)
     casts.counts = allocate_vector(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
@@ -116,7 +117,7 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
       .factor_rows = o.row_factor ? o.row_factor->numel() : 0,
       .scaling = o.scaling,
       .given = given.has_value(),
-      .counts_are_zeros = o.from_scratch,
+      .counts_are_zeros = from_scratch,
       .power_of_two = o.power_of_two,
       .e5m2 = e5m2,
       .dtype = x_dtype};

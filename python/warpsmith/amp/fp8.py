@@ -55,14 +55,15 @@ def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
     owner = layer.owner
     if not owner._is_compared and (group := group_of_forward()) is not None:
         owner._compare(group)
-    if layer.state.totals()[0].device != self.weight.device:
-        owner.renew(layer, self.weight.device)
+    weight = self.weight
+    if layer.state.device != weight.device:
+        owner.renew(layer, weight.device)
     if residual is not None:  # as linear takes it
         cast, residual = under_autocast(LINEAR, x=input, residual=residual)
         checks.same_dtype(LINEAR, "residual", residual, cast)  # type: ignore[arg-type]
         checks.same_shape(LINEAR, "residual", residual, (*input.shape[:-1], self.out_features))  # type: ignore[arg-type]
     recipe, emulate = owner.recipe, owner.emulate
-    y = scaled_linear(input, self.weight, self.bias, recipe=recipe, state=layer.state, emulate=emulate)
+    y = scaled_linear(input, weight, self.bias, recipe=recipe, state=layer.state, emulate=emulate)
     return y if residual is None else y + residual
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from warpsmith._core.library import (
     Saved,
     Wants,
     _once,
+    _without_wrapper,
     call_raw,
     differentiable,
     is_batched,
@@ -77,6 +77,10 @@ class Fp8Recipe:
     accumulate: str = "auto"
     head: bool = False
 
+    numbers: ClassVar[tuple[Any, ...]]  # in the schemas: scaling, accumulate, e5m2, high, power_of_two
+    how: ClassVar[int]  # what the bytes of a cast depend on; even
+    reads_x: ClassVar[bool]  # the weight's gradient reads x, not its bytes
+
     def __post_init__(self) -> None:
         for argument, words in (
             ("scaling", SCALINGS),
@@ -95,10 +99,8 @@ class Fp8Recipe:
             checks.refuse(RECIPE, "amax", f"'current' with scaling {self.scaling!r}", "'delayed'")
         scaling, accumulate = SCALINGS.index(self.scaling), ACCUMULATE.index(self.accumulate)
         of_gradients = self.grad_dtype == "e5m2", self.wgrad == "high"
-        # In the schemas: scaling, accumulate, e5m2, high, power_of_two. And what a cast depends on; even.
         object.__setattr__(self, "numbers", (scaling, accumulate, *of_gradients, bool(self.power_of_two)))
         object.__setattr__(self, "how", 4 * scaling + 2 * bool(self.power_of_two))
-        # The weight's gradient reads x, not its bytes.
         object.__setattr__(self, "reads_x", self.scaling == "block" or self.wgrad == "high")
 
     @property
@@ -118,6 +120,7 @@ class Fp8State:
             *(torch.zeros((), dtype=torch.float32, device=device) for _ in range(2)),
             *(torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2)),
         ]
+        self.device = self._totals[0].device
         self.has_run = False  # since the last step, with gradients
 
     x_amax = property(lambda self: settled(self._totals[0]))
@@ -164,8 +167,8 @@ def is_emulated(op: str, recipe: Fp8Recipe, device: torch.device, emulate: bool)
 
 
 @functools.cache
-def _has_products(recipe: Fp8Recipe, device: torch.device) -> bool:
-    return not is_emulated(SCALED, recipe, device, False)
+def _has_products(scaling: str, device: torch.device) -> bool:
+    return not is_emulated(SCALED, _OF_DEFAULTS[scaling], device, False)
 
 
 # ---- casts of weights, kept while the weight stays as it is
@@ -232,7 +235,7 @@ def _place(t: Tensor) -> int | None:
     return None if t.is_cuda and torch.cuda.is_current_stream_capturing() else stream_of(t)
 
 
-def _key_of(t: Tensor, stream: int) -> tuple[Any, ...]:
+def _key_of(t: Tensor, stream: int | None) -> tuple[Any, ...]:
     """Where a tensor with a version is, and as of when. Another stream would have to wait for what this one makes."""
     return t._version, t.data_ptr(), t.shape, t.stride(), stream
 
@@ -280,7 +283,7 @@ def _for_forward(weight: Tensor, recipe: Fp8Recipe, training: bool, passed: bool
         kept = _kept[id(weight)] = _Kept(kept.key, weight)
     if kept.data is None:
         scaling, *_, power_of_two = recipe.numbers
-        kept.data, kept.scale = call_raw(_raw_cast, weight.detach(), scaling, power_of_two, False)
+        kept.data, kept.scale = call_raw(_eager_cast, weight.detach(), scaling, power_of_two, False)
     return kept
 
 
@@ -292,7 +295,7 @@ def _for_dx(weight: Tensor, recipe: Fp8Recipe, stream: int | None) -> tuple[Tens
     kept.backwards += 1
     scaling, *_, power_of_two = recipe.numbers
     if kept.turned is None and (kept.backwards > 1 or not weight.requires_grad):
-        kept.turned = call_raw(_raw_cast, weight.detach(), scaling, power_of_two, True)
+        kept.turned = call_raw(_eager_cast, weight.detach(), scaling, power_of_two, True)
     turned, scale = kept.turned or (None, None)
     return (None, None, turned, scale) if scaling == _BLOCK else (kept.data, kept.scale, turned, None)
 
@@ -312,11 +315,11 @@ class _Shared:
         self.key: tuple[Any, ...] = ()
         self.made: tuple[Any, ...] = ()
 
-    def find(self, x: Tensor | None, stream: int, how: int) -> tuple[Any, ...]:
+    def find(self, x: Tensor | None, stream: int | None, how: int) -> tuple[Any, ...]:
         """What was kept of a cast, or ()."""
         return self.made if x is not None and self.of() is x and self.key == (*_key_of(x, stream), how) else ()
 
-    def keep(self, x: Tensor, stream: int, how: int, *made: Any) -> None:
+    def keep(self, x: Tensor, stream: int | None, how: int, *made: Any) -> None:
         self.of, self.key, self.made = weakref.ref(x), (*_key_of(x, stream), how), made
 
 
@@ -484,7 +487,7 @@ def _fake_backward(
     want_dx: bool,
     want_dweight: bool,
     want_dbias: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     op = f"{SCALED}_backward"
     _check_weight(op, weight, dy, by_out=True)
     _check_bias(op, bias, weight, dy)
@@ -512,13 +515,13 @@ def _fake_backward(
     is_new = by_casts and x_turned is None
     scales = (columns, (terms + _quantize.BLOCK - 1) // _quantize.BLOCK)
     return (
-        dy.new_empty((*dy.shape[:-1], columns) if want_dx else (0,)),
-        weight.new_empty(weight.shape) if want_dweight else dy.new_empty((0,)),
-        bias.new_empty(bias.shape) if want_dbias and bias is not None else dy.new_empty((0,)),
+        dy.new_empty((*dy.shape[:-1], columns)) if want_dx else None,
+        weight.new_empty(weight.shape) if want_dweight else None,
+        bias.new_empty(bias.shape) if want_dbias and bias is not None else None,
         dy.new_empty((2,), dtype=torch.int64),
-        dy.new_empty(() if watch else (0,), dtype=torch.float32),
-        dy.new_empty(shape if is_new else (0,), dtype=_E4M3),
-        dy.new_empty(scales if is_new and blocks else (0,), dtype=torch.float32),
+        dy.new_empty((), dtype=torch.float32) if watch else None,
+        dy.new_empty(shape, dtype=_E4M3) if is_new else None,
+        dy.new_empty(scales, dtype=torch.float32) if is_new and blocks else None,
     )
 
 
@@ -542,8 +545,9 @@ register_fake(f"{SCALED}_cast", _fake_cast)
 
 # ---- in eager mode, of plain tensors: with casts that are kept and shared
 
-_raw_forward, _raw_backward = raw.scaled_linear_forward.default, raw.scaled_linear_backward.default
-_raw_cast = raw.scaled_linear_cast.default
+_eager_forward = _without_wrapper(raw.scaled_linear_forward.default)
+_eager_backward = _without_wrapper(raw.scaled_linear_backward.default)
+_eager_cast = _without_wrapper(raw.scaled_linear_cast.default)
 _NO_CASTS = (None,) * 4
 _in_transform, _is_tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 
@@ -559,8 +563,8 @@ def in_eager(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Fp8Recipe, state: Fp8State | None, emulate: bool
 ) -> Tensor:
     """A layer of plain tensors."""
-    emulate = emulate or not x.is_cuda or not _has_products(recipe, x.device)
-    call = recipe, state, emulate, _place(x), torch.is_grad_enabled()
+    emulate = emulate or not x.is_cuda or not _has_products(recipe.scaling, x.device)
+    call = recipe, state, emulate, _place(weight), torch.is_grad_enabled()
     if call[-1] and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
         return _apply(x, weight, bias, call)
     return _forward(x, weight, bias, call, False)[0]
@@ -579,7 +583,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: Any, shares: 
     kept = _for_forward(weight, recipe, training, x.requires_grad, stream)
     casts = (None, None) if kept is None else (kept.data, kept.scale)
     given = *casts, x_scale, None, None, None, *(made[:2] or (None, None))
-    y, *new = call_raw(_raw_forward, x, weight, bias, *given, *recipe.numbers, emulate, watch)
+    y, *new = call_raw(_eager_forward, x, weight, bias, *given, *recipe.numbers, emulate, watch)
     counts, amax, data, scale = made[2:] + made[:2] or new
     if not made and finds and shares:
         of_columns.clear()  # of a forward before: a loop may have written to it by x.data
@@ -592,10 +596,12 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: Any, shares: 
 
 
 def _note(stream: int | None, of_counts: Tensor, counts: Tensor, of_amax: Tensor | None, amax: Tensor) -> None:
-    add = note if stream is None else functools.partial(note_later, stream=stream)
-    add(of_counts, counts)
-    if of_amax is not None:
-        add(of_amax, amax)
+    found = ((of_counts, counts),) if of_amax is None else ((of_counts, counts), (of_amax, amax))
+    for total, some in found:
+        if stream is None:
+            note(total, some)
+        else:
+            note_later(total, some, stream)
 
 
 def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -612,15 +618,15 @@ def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     turned = of_columns.find(of, stream, recipe.how) if finds else ()
     watch = totals is not None and totals[1] is not None
     given = x, weight, bias, data, scale, *casts, dy_scale, *(turned or (None, None))
-    found = call_raw(_raw_backward, dy, *given, *recipe.numbers, ctx.emulate, watch, *wants)
+    found = call_raw(_eager_backward, dy, *given, *recipe.numbers, ctx.emulate, watch, *wants)
     dx, dweight, dbias, counts, amax, *new = found
     if finds and not turned:
-        of_columns.keep(of, stream, recipe.how, new[0], new[1] if recipe.scaling == "block" else None)
+        of_columns.keep(of, stream, recipe.how, *new)
     if wants[1] and (kept := kept_of(weight)) is not None:
         kept.has_gradient = True
     if totals is not None and plain:  # of several gradients in one nobody counts them
         _note(stream, totals[0], counts, totals[1], amax)
-    return dx if wants[0] else None, dweight if wants[1] else None, dbias if wants[2] else None, None
+    return dx, dweight, dbias, None
 
 
 class _Eager(torch.autograd.Function):
@@ -645,7 +651,7 @@ class _Eager(torch.autograd.Function):
 
 
 _Eager.__name__ = _Eager.__qualname__ = SCALED
-_Eager._backward_cls.__name__ = _Eager._backward_cls.__qualname__ = f"{SCALED}Backward"  # type: ignore[attr-defined]
+_Eager._backward_cls.__name__ = _Eager._backward_cls.__qualname__ = f"{SCALED}Backward"
 _apply = super(torch.autograd.Function, _Eager).apply  # without its wrapper, which looks for transforms
 
 # ---- in graphs and transforms, and of other tensors
@@ -656,6 +662,7 @@ _NUMBERS = 7  # last inputs: scaling, accumulate, e5m2, high, power_of_two, emul
 def in_graph(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Fp8Recipe, state: Fp8State | None, emulate: bool
 ) -> Tensor:
+    """Any layer: each call casts, and nothing is kept."""
     emulate = is_emulated(SCALED, recipe, x.device, emulate)
     records = state is not None and torch.is_grad_enabled() and (is_compiling() or not _in_transform())
     watch = records and recipe.amax == "delayed"
@@ -696,15 +703,13 @@ def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Any) -> Gradien
         return {}
     given = dy, saved.x, saved.weight, saved.bias, saved.x_data, saved.x_data_scale, *_NO_CASTS, saved.dy_scale
     inputs = *given, None, None, *saved.numbers, wants.x, wants.weight, wants.bias
-    dx, dweight, dbias, counts, amax, *_ = call_raw(_raw_backward, *inputs)
+    dx, dweight, dbias, counts, amax, *_ = call_raw(raw.scaled_linear_backward.default, *inputs)
     if not is_batched(dy) and not _in_transform():  # several gradients in one: nobody counts them
-        totals = [t for t in (saved.dy_counts, saved.dy_amax) if t is not None]
-        # Other forwards have kept them too, and must not find them changed.
-        preserved = type(dy) is Tensor and totals
-        with torch.autograd._unsafe_preserve_version_counter(tuple(totals)) if preserved else nullcontext():  # type: ignore[attr-defined]
-            note(saved.dy_counts, counts)
-            note(saved.dy_amax, amax)
+        note(saved.dy_counts, counts)
+        note(saved.dy_amax, amax)
     return {"x": dx, "weight": dweight, "bias": dbias}
 
 
-scaled_linear = differentiable(SCALED, forward=_raw_forward, public=3, save=_save, backward=_backward)
+scaled_linear = differentiable(
+    SCALED, forward=raw.scaled_linear_forward.default, public=3, save=_save, backward=_backward
+)
