@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import math
+import weakref
 
 import pytest
 import torch
 import warpsmith
 from torch.utils._python_dispatch import TorchDispatchMode
 from warpsmith import reference
+from warpsmith._core import pending
 from warpsmith.amp import Fp8Recipe
 from warpsmith.ops import _scaled_linear
 from warpsmith.testing import bitwise_equal
@@ -479,3 +481,27 @@ def test_a_loop_that_edits_x_by_data_is_seen(scaling):
         assert bitwise_equal(y, expected)
         y.square().sum().backward()
         x.data.add_(x.grad.sign())
+
+
+@pytest.mark.parametrize("most", [1, 7, 10_000])
+def test_totals_are_settled_together(most, monkeypatch):
+    """Of several layers, in rounds; forwards that have kept a total for their backward do not find it changed."""
+    monkeypatch.setattr(pending, "_MOST", most)
+    sums = [torch.zeros(2, dtype=torch.int64) for _ in range(3)]
+    maxima = [torch.zeros(()) for _ in range(3)]
+    for i in range(20):
+        for stream in (0, 1):
+            pending.note_later(sums[i % 3], torch.tensor([1, i]), stream)
+            pending.note_later(maxima[i % 3], torch.tensor(float(i)), stream)
+    assert [t.tolist() for t in map(pending.settled, sums)] == [[14, 126], [14, 140], [12, 114]]
+    assert [t.item() for t in maxima] == [18, 19, 17] and not any(pending._pending.values())
+    assert all(t._version == 0 for t in (*sums, *maxima))
+
+
+def test_casts_go_with_their_weight():
+    made, call = layer()
+    call(torch.randn(4, 32))
+    count, kept = len(_scaled_linear._kept), weakref.ref(_scaled_linear.kept_of(made.weight))
+    del made, call
+    gc.collect()
+    assert kept() is None and len(_scaled_linear._kept) == count - 1
