@@ -126,9 +126,9 @@ class Fp8Layers:
             found_inf: one float32 element: where it is not 0, the step was skipped and the history stays.
                 ``scaler.found_inf(optimizer)``.
         """
-        states = self._states()
-        if self.recipe.amax != "delayed" or not states:
+        if self.recipe.amax != "delayed" or not self._modules:
             return
+        states = self._states()
         totals = [t for s in states for t in s.totals()[:2]]
         settle()
         recipe, amax = self.recipe, torch.stack(totals).view(-1, 2)

@@ -188,7 +188,7 @@ class _Kept:
         self.has_gradient = False  # a backward has given the weight one
 
 
-_kept: dict[int, _Kept] = {}  # by the id of a parameter: a WeakIdKeyDictionary takes 1.5 us to find it
+_kept: dict[int, _Kept] = {}  # by the id of a parameter: a WeakIdKeyDictionary takes 0.8 us to find it
 
 
 def _drop(place: int, _: Any) -> None:
