@@ -438,7 +438,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                               .column_sums = want_dbias,
                               .amax = watch && dy_scale,
                               .column_factor = b && b->absorbed ? &*b->absorbed : nullptr,
-                              .row_factor = x_scale && !one ? &*x_scale : nullptr});
+                              .row_factor = x_scale && !one ? &*x_scale : nullptr,
+                              .sums_dtype = want_dbias ? narrow_dtype(op, "bias", *bias) : Dtype::float32});
     counts = c.counts;
     sums = c.sums;
     amax = c.amax;

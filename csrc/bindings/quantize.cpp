@@ -25,6 +25,12 @@ void check_float32(const char* op, const char* argument, const Tensor& t) {
 
 int32_t byte_code(bool e5m2) { return e5m2 ? aoti_torch_dtype_float8_e5m2() : aoti_torch_dtype_float8_e4m3fn(); }
 
+int32_t narrow_code(Dtype dtype) {
+  return dtype == Dtype::float32   ? aoti_torch_dtype_float32()
+         : dtype == Dtype::float16 ? aoti_torch_dtype_float16()
+                                   : aoti_torch_dtype_bfloat16();
+}
+
 std::vector<int64_t> shape_of(const Tensor& t) {
   const auto sizes = t.sizes();
   return {sizes.data(), sizes.data() + sizes.size()};
@@ -88,7 +94,8 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
     casts.counts = zeros(kQuantize, "counts", 2, x_any, true);
   else if (o.counts)
     casts.counts = allocate_vector(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
-  if (o.column_sums) casts.sums = allocate_vector(kQuantize, "column_sums", x.columns, real, x_any);
+  if (o.column_sums)
+    casts.sums = allocate_vector(kQuantize, "column_sums", x.columns, narrow_code(o.sums_dtype), x_any);
   if (o.amax) casts.amax = zeros(kQuantize, "amax", 1, x_any, false, 0);
 
   // Not null where there is nothing to write: an output without elements is wanted all the same.
@@ -104,7 +111,7 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
       .transposed = address(casts.transposed),
       .scale = read && (data_wanted || one) ? read : floats(casts.scale),
       .transposed_scale = read ? read : floats(casts.transposed_scale),
-      .column_sums = floats(casts.sums),
+      .column_sums = address(casts.sums),
       .amax = floats(casts.amax),
       .counts = static_cast<int64_t*>(address(casts.counts)),
       .workspace = nullptr,
@@ -120,7 +127,8 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
       .counts_are_zeros = from_scratch,
       .power_of_two = o.power_of_two,
       .e5m2 = e5m2,
-      .dtype = x_dtype};
+      .dtype = x_dtype,
+      .sums_dtype = o.sums_dtype};
   std::optional<Tensor> workspace, maxima;
   run_on(
       kQuantize, x_any,
@@ -201,10 +209,7 @@ Tensor dequantize_fp8(Tensor data_any, Tensor scale_any, ScalarType dtype) {
            shape_text(scale_any));
   }
   const Tensor scale = as_contiguous(scale_any, kDequantize);
-  const int32_t code = dtype == ScalarType::Float  ? aoti_torch_dtype_float32()
-                       : dtype == ScalarType::Half ? aoti_torch_dtype_float16()
-                                                   : aoti_torch_dtype_bfloat16();
-  Tensor y = allocate_shaped(kDequantize, "values", data_any, code);
+  Tensor y = allocate_shaped(kDequantize, "values", data_any, narrow_code(y_dtype));
   if (data.rows == 0 || data.columns == 0) return y;
   p.scale = static_cast<const float*>(scale.const_data_ptr());
   p.y = y.mutable_data_ptr();

@@ -20,7 +20,7 @@ struct QuantizeParams {
   void* transposed;         // [columns, rows], float8, contiguous; null: not wanted
   float* scale;             // of data; with Fp8Scaling::tensor of both. Read if `given`, else written
   float* transposed_scale;  // of transposed, not for Fp8Scaling::tensor. Read if `given`, else written
-  float* column_sums;       // [columns], of x; null: not wanted
+  void* column_sums;        // [columns], of x, made in float32, of sums_dtype; null: not wanted
   float* amax;              // [], zero: the largest finite magnitude of x; beside given scales; null: not wanted
   int64_t* counts;          // [2]: saturated elements, elements that are not finite; null: not wanted
   float* workspace;         // [quantize_workspace_elems(...)]; CUDA alone
@@ -34,7 +34,7 @@ struct QuantizeParams {
   bool given;
   bool counts_are_zeros;  // else they are cleared first
   bool power_of_two, e5m2;
-  Dtype dtype;
+  Dtype dtype, sums_dtype = Dtype::float32;
 };
 // Scales are [rows, 1] and [columns, 1] for Fp8Scaling::row, [rows, blocks of columns] and [columns, blocks of rows]
 // for block, [blocks of rows, blocks of columns] and its transpose for block2d, all contiguous.
