@@ -199,6 +199,8 @@ inline variable_list raw_gradients(const Op& op, const Backward& b, const c10::O
   }
   variable_list gradients = call_raw(raw, std::move(stack));
   if (!at::GradMode::is_enabled()) return gradients;
+  for (at::Tensor& gradient : gradients)
+    if (!gradient.defined()) gradient = at::empty(0);  // a Function gives no undefined tensors
   return std::apply([&](const auto&... slot) { return RefuseDerivative::apply(op, gradients, slot...); }, slots);
 }
 
