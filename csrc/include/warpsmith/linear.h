@@ -46,17 +46,6 @@ inline variable_list matmul_symmetric_gradients(const Op&, Backward& b) {
   return {at::matmul(b.grads[0].add(b.grads[0].mT()), b.arguments[0].toTensor())};
 }
 
-// The bytes of x are the forward's own, where the weight's gradient reads them rather than x.
-inline variable_list scaled_linear_gradients(const Op& op, Backward& b) {
-  constexpr size_t kData = 9, kScale = 10, kScaling = 11, kHigh = 14, kNewData = 3, kNewScale = 4;
-  constexpr int64_t kBlock = 2;
-  if (b.arguments[kScaling].toInt() != kBlock && !b.arguments[kHigh].toBool()) {
-    b.arguments[kData] = b.outputs[kNewData];
-    b.arguments[kScale] = b.outputs[kNewScale];
-  }
-  return raw_gradients(op, b);
-}
-
 }  // namespace detail
 
 // y = f(x @ weight^T + bias) + residual, with gradients for x, weight, bias and residual. residual: of the shape and
