@@ -2,6 +2,7 @@
 
 #include "bindings/support/library.h"
 #include "bindings/support/linear.h"
+#include "bindings/support/product.h"
 #include "bindings/support/quantize.h"
 #include "bindings/support/scratch.h"
 
@@ -14,8 +15,8 @@ aoti_torch_cuda__scaled_mm_out(AtenTensorHandle out, AtenTensorHandle self, Aten
 #endif
 
 // scaled_linear: a linear layer whose products are of 8-bit floats. The casts are the quantize family's, the products
-// are cuBLASLt's, by plans that are kept; of blocks, and without it, by torch's _scaled_mm; or, emulated, what they
-// mean: dequantized values multiplied in float32.
+// are cuBLASLt's, by plans that are kept; of blocks, and without it, by torch's _scaled_mm; our own, where
+// WARPSMITH_OWN_PRODUCT=1 asks for them; or, emulated, what they mean: dequantized values multiplied in float32.
 //
 // Scales of rows and of tensors take one cast of x and one of the weight: the products of the gradients read the same
 // bytes, transposed. A row's scale then lies along the sum. It is absorbed: the gradient is multiplied by it before it
@@ -169,6 +170,35 @@ void multiply_emulated(const char* op, const Operand& a, const Operand& b, const
   if (dtype_code(out) != wide) torch::stable::copy_(const_cast<Tensor&>(out), sums);
 }
 
+// out = a @ b^T + bias, of the dtype of out, by our own kernels. False, and nothing is written, where they were not
+// asked for or cannot.
+bool multiply_by_own([[maybe_unused]] const char* op, [[maybe_unused]] const Operand& a,
+                     [[maybe_unused]] const Operand& b, [[maybe_unused]] const OptionalTensor& bias,
+                     [[maybe_unused]] const Tensor& out, [[maybe_unused]] const ScaledOptions& options) {
+#if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
+  if (options.activations == Fp8Scaling::block || !may_be_own(out)) return false;
+  const auto values = [](const OptionalTensor& scale) {
+    return scale ? static_cast<const float*>(scale->const_data_ptr()) : nullptr;
+  };
+  const int64_t terms = a.data.size(1), pairs = terms / 2;
+  ProductParams p{.a = a.data.const_data_ptr(), .b = b.data.const_data_ptr(), .a_stride = pairs, .b_stride = pairs};
+  p.out = out.mutable_data_ptr();
+  p.bias = const_at(bias);
+  p.rows = out.size(0);
+  p.columns = out.size(1);
+  p.inner = pairs;
+  p.dtype = float_dtype(op, "out", out);
+  p.factors = a.data.scalar_type() == kE4m3 ? ProductFactors::e4m3 : ProductFactors::e5m2;
+  p.a_scale = values(a.scale);
+  p.b_scale = values(b.scale);
+  p.scales_of_rows = options.activations == Fp8Scaling::row;
+  p.promotes = !accumulates_fast(options.accumulate, terms, false);
+  return run_own_product(op, out, p);
+#else
+  return false;
+#endif
+}
+
 #ifdef WARPSMITH_CUDA
 Tensor view_of(const Tensor& t, int64_t offset, const std::array<int64_t, 3>& sizes,
                const std::array<int64_t, 3>& strides) {
@@ -219,13 +249,11 @@ bool multiply_by_plan(const char* op, const Operand& a, const Operand& b, const 
                                accumulates_fast(options.accumulate, a.data.size(1), false));
 }
 
-void multiply_on_card(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,
-                      const ScaledOptions& options) {
+void multiply_on_card(const char* op, const Operand& a, const Operand& b, const OptionalTensor& added,
+                      const Tensor& out, const ScaledOptions& options) {
   int32_t code = dtype_code(out);
   const bool wide = code == aoti_torch_dtype_float32();
   const bool blocks = options.activations == Fp8Scaling::block;
-  OptionalTensor added;
-  if (bias) added = as_contiguous(in_dtype(op, "bias", *bias, code), op);
   if (!blocks && multiply_by_plan(op, a, b, wide ? std::nullopt : added, out, options)) {
     if (added && wide) torch::stable::copy_(const_cast<Tensor&>(out), torch::stable::subtract(out, *added, -1.0));
     return;
@@ -260,9 +288,19 @@ void multiply_scaled(const char* op, const Operand& a, const Operand& b, const O
     torch::stable::copy_(const_cast<Tensor&>(out), matrix_view(more, 0, out.size(0), out.size(1), out.size(1)));
     return;
   }
-#ifdef WARPSMITH_CUDA
-  if (!options.emulate && out.is_cuda() && a.data.size(1) > 0) return multiply_on_card(op, a, b, bias, out, options);
+#ifdef WARPSMITH_SIM
+  const bool emulated = false;  // its tensors are the CPU's
+#else
+  const bool emulated = options.emulate;
 #endif
+  if (!emulated && a.data.size(1) > 0) {
+    OptionalTensor added;
+    if (bias) added = as_contiguous(in_dtype(op, "bias", *bias, dtype_code(out)), op);
+    if (multiply_by_own(op, a, b, added, out, options)) return;
+#ifdef WARPSMITH_CUDA
+    if (out.is_cuda()) return multiply_on_card(op, a, b, added, out, options);
+#endif
+  }
   multiply_emulated(op, a, b, bias, out);
 }
 
