@@ -27,7 +27,7 @@ def usage(name, call):
         count, now = count + (event.nbytes() > 0), now + event.nbytes()
         peak = max(peak, now)
     made = [result] if isinstance(result, torch.Tensor) else result or ()
-    assert peak >= sum(t.nbytes for t in made), f"{name}: {peak} bytes seen"
+    assert peak >= sum(t.nbytes for t in made if t is not None), f"{name}: {peak} bytes seen"
     return count, peak
 
 
