@@ -317,12 +317,6 @@ Tensor filled_up(const char* op, const Tensor& t) {
   return all;
 }
 
-Tensor no_counts(const char* op, const Tensor& like) {
-  Tensor counts = allocate_vector(op, "counts", 2, aoti_torch_dtype_int64(), like);
-  torch::stable::zero_(counts);
-  return counts;
-}
-
 Tensor or_nothing(const char* op, const OptionalTensor& t, int32_t code, const Tensor& like) {
   return t ? *t : nothing(op, code, like);
 }
@@ -433,7 +427,7 @@ TurnedWeight turned_weight(const char* op, const Tensor& weight, const OptionalT
   return {{bytes, std::nullopt}, rows.scale};
 }
 
-// A gradient that is not wanted has zero elements. Counts and the largest magnitude are those of dy. x: for scales of
+// What is not wanted is None. Counts and the largest magnitude are those of dy. x: for scales of
 // blocks and for a gradient of what was not cast; else the bytes of x, by the forward. x_turned: bytes of the columns
 // of x, by another layer of it; its scale, and that of the turned weight, of blocks alone.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
@@ -464,7 +458,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const OnDeviceOf device(dy_any);
   const Tensor rows = adjacent_rows(op, "dy", dy_any);
   const Tensor dy = by_casts || blocks ? filled_up(op, rows) : rows;
-  const int32_t wide = aoti_torch_dtype_float32(), own = dtype_code(dy_any);
+  const int32_t wide = aoti_torch_dtype_float32();
   OptionalTensor dx, dweight, dbias, counts, sums, amax, new_turned, new_turned_scale;
   if (want_dx || by_casts) {
     std::optional<TurnedWeight> b;
@@ -482,7 +476,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                               .column_sums = want_dbias,
                               .amax = watch && dy_scale,
                               .column_factor = b && b->absorbed ? &*b->absorbed : nullptr,
-                              .row_factor = x_scale && !one ? &*x_scale : nullptr});
+                              .row_factor = x_scale && !one ? &*x_scale : nullptr,
+                              .sums_dtype = want_dbias ? narrow_dtype(op, "bias", *bias) : Dtype::float32});
     counts = c.counts;
     sums = c.sums;
     amax = c.amax;
@@ -518,7 +513,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       }
     }
   } else {
-    counts = no_counts(op, dy_any);
+    counts = zeros(op, "counts", 2, dy_any, true);
     if (want_dbias) {
       sums = allocate_vector(op, "gradient of bias", layer.out, wide, dy_any);
       if (rows.numel() == 0)
@@ -534,13 +529,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     weight_gradient_into(op, *dweight, rows, adjacent_rows(op, "x", *x_any), false);
   }
   if (want_dbias) dbias = in_dtype(op, "gradient of bias", *sums, dtype_code(*bias));
-  return {or_nothing(op, dx, own, dy_any),
-          or_nothing(op, dweight, own, dy_any),
-          or_nothing(op, dbias, own, dy_any),
-          *counts,
-          or_nothing(op, amax, wide, dy_any),
-          or_nothing(op, new_turned, aoti_torch_dtype_float8_e4m3fn(), dy_any),
-          or_nothing(op, new_turned_scale, wide, dy_any)};
+  const auto or_none = [](const OptionalTensor& t) { return t ? *t : Tensor(); };
+  return {or_none(dx),   or_none(dweight),    or_none(dbias),           *counts,
+          or_none(amax), or_none(new_turned), or_none(new_turned_scale)};
 }
 
 // A weight as a layer keeps it: its bytes and scales, or turned, for the gradient of x.

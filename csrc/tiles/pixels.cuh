@@ -105,7 +105,7 @@ template <class T, int N> struct Rows {
 // Sums of a thread: of d = x - center, and of d * d. The center is the mean of the thread's first rows, so that the
 // squares about the mean do not cancel when they are taken of both sums, wherever the mean lies.
 template <int N> struct Moments {
-  float center[N] = {}, sum[N] = {}, square[N] = {};
+  float center[N], sum[N] = {}, square[N] = {};
 };
 
 // Takes the first `rows` of the rows of a turn. kWhole: all U rows are there.

@@ -1,6 +1,4 @@
 #pragma once
-#include <limits>
-
 #include "device/math.h"
 #include "device/programmatic_launch.h"
 #include "kernels/batch_norm/place.cuh"
@@ -30,36 +28,6 @@ __device__ __forceinline__ float stored_square(double square) {
   return static_cast<float>(square <= 1e38 ? square : square / -kBeyond);
 }
 __device__ __forceinline__ double square_of(float stored) { return stored < 0 ? stored * -kBeyond : stored; }
-
-// Sums of a thread: of d = x - center, and of d * d. The center is the mean of the thread's first rows, so that the
-// squares about the mean do not cancel when they are taken of both sums, wherever the mean lies.
-template <int N> struct Moments {
-  float center[N], sum[N] = {}, square[N] = {};
-};
-
-// Takes the first `rows` of the rows of a turn. kWhole: all U rows are there.
-template <bool kWhole, class T, int N, int U>
-__device__ __forceinline__ void add_turn(Moments<N>& m, const Packed<T, N> (&x)[U], int rows) {
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    float d[U], square[U / 2];
-#pragma unroll
-    for (int u = 0; u < U; ++u) d[u] = kWhole || u < rows ? element<T, N>(x[u], k) - m.center[k] : 0.0f;
-#pragma unroll
-    for (int u = 0; u < U / 2; ++u) square[u] = fmaf(d[u], d[u], d[u + U / 2] * d[u + U / 2]);
-#pragma unroll
-    for (int width = U / 2; width > 0; width /= 2)
-#pragma unroll
-      for (int u = 0; u < width; ++u) {
-        d[u] += d[u + width];
-        if (width < U / 2) square[u] += square[u + width];
-      }
-    m.sum[k] += d[0];
-    m.square[k] += square[0];
-  }
-}
-
-__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= std::numeric_limits<float>::max(); }
 
 // The means and squares of a thread again, of its channels whose squares are not finite.
 template <class T, int N>
@@ -98,7 +66,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
   const Place<N> at(t);
   float* const own_means = means + threadIdx.x * N;
   float* const own_squares = squares + threadIdx.x * N;
-  float count = 0;
+  int count = 0;
   if (at.here) {
     Moments<N> m;
     Packed<T, N> x[U], next[U];
@@ -132,20 +100,23 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
       add_turn<true, T, N>(m, x, U);
       count += U;
     };
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // ptxas spills two registers of sm_80's otherwise
     while (left > 2 * rows_on) {
       add(x, next);
       add(next, x);
     }
-    if (left > rows_on) {
+#endif
+    while (left > rows_on) {
       add(x, next);
 #pragma unroll
       for (int u = 0; u < U; ++u) x[u] = next[u];
     }
     if (left > 0) {
-      add_turn<false, T, N>(m, x, there());
-      count += static_cast<float>(there());
+      const int last = there();
+      add_turn<false, T, N>(m, x, last);
+      count += last;
     }
-    const float reciprocal = 1.0f / fmaxf(count, 1.0f);
+    const float reciprocal = 1.0f / static_cast<float>(max(count, 1));
     bool beyond = false;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -159,7 +130,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
   } else {
     for (int k = 0; k < N; ++k) own_means[k] = own_squares[k] = 0.0f;
   }
-  if (at.lane == 0) counts[at.row] = count;
+  if (at.lane == 0) counts[at.row] = static_cast<float>(count);
   const int width = t.lanes * N;
   const auto add = [&](int place, double& sum, double& square) {
     const double rows = counts[place / width], mean = means[place];
