@@ -1,6 +1,7 @@
 """Products of 8-bit floats beside those of bfloat16 and torchao's, casts counted. A row's direction is the recipe.
 
     scaled_linear       a layer, forward and both gradients; its weight counts as changed before each call
+    scaled_linear_own   the forward product alone, of bytes that are there, by our Hopper kernels beside cuBLASLt's
     scaled_linear_host  the host's time of a call of a small layer, beside F.linear's
     llama_fp8           a step of the Llama of bench_train.py, patched, and with amp.fp8 behind that
 
@@ -111,6 +112,21 @@ def layers(device, options):
     return rows
 
 
+def products_of(device, m, k, n):
+    """{direction: a product of bytes that are there, and the bare product}."""
+    x, weight = (t.detach() for t in leaves(device, (m, k), (n, k)))
+    forward, found = torch.ops.warpsmith.scaled_linear_forward, {}
+    for scaling in ("row", "tensor"):
+        x8, w8 = (warpsmith.quantize_fp8(t, scaling) for t in (x, weight))
+        for accumulate in ("fast", "float32"):
+            given = x, weight, None, w8.data, w8.scale, None, None, None, None, x8.data, x8.scale
+            call = functools.partial(
+                forward, *given, *Fp8Recipe(scaling, accumulate=accumulate).numbers(), False, False
+            )
+            found[f"{scaling}, {accumulate}"] = call, functools.partial(torch.mm, x, weight.t())
+    return found
+
+
 class _Call(nn.Module):
     """A function of x with the parameters of a layer."""
 
@@ -155,6 +171,7 @@ def llama(device, options):
 
 OPS = {
     "scaled_linear": layers,
+    "scaled_linear_own": functools.partial(bench_linear.own, "scaled_linear_own", products_of),
     "scaled_linear_host": functools.partial(
         bench_linear.host, "scaled_linear", functools.partial(warpsmith.scaled_linear, recipe="tensor")
     ),

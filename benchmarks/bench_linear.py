@@ -140,14 +140,15 @@ def products_of(device, m, k, n):
     }
 
 
-def own(device, options):
-    """WARPSMITH_OWN_PRODUCT=1 beside the same ops without it."""
+def own(op, products, device, options):
+    """WARPSMITH_OWN_PRODUCT=1 beside the same calls without it: ``products(device, m, k, n)`` are {direction: a call,
+    and the bare product in bfloat16}."""
     switch = getattr(torch.ops.warpsmith, "_own_product", None)
     if device != "cuda" or switch is None:
         return []
     rows = []
     for shape in options.shapes(device, OWN_SHAPES, (), TINY):
-        for direction, (call, bare) in products_of(device, *shape).items():
+        for direction, (call, bare) in products(device, *shape).items():
 
             def ours(call=call):
                 switch("1")
@@ -157,7 +158,7 @@ def own(device, options):
                     switch("0")
 
             calls = {OURS: ours, "library": call, PRODUCT: bare}
-            place = ("linear_own", "x".join(map(str, shape)), "bfloat16", direction)
+            place = (op, "x".join(map(str, shape)), "bfloat16", direction)
             rows += timed(place, calls, device, options, not_rivals=(YARDSTICK, PRODUCT))
     return rows
 
@@ -249,7 +250,7 @@ OPS = {
     "linear": functools.partial(forward, "linear", None),
     "linear_gelu_tanh": functools.partial(forward, "linear_gelu_tanh", "gelu_tanh"),
     "linear_main_grad": main_grad,
-    "linear_own": own,
+    "linear_own": functools.partial(own, "linear_own", products_of),
     "matmul_symmetric": symmetric,
     "linear_host": functools.partial(host, "linear", warpsmith.linear),
     "mlp": functools.partial(steps, "mlp", plain_mlp, lambda m, k, f: ((m, k), (f, k), (f,), (k, f), (k,))),

@@ -183,7 +183,12 @@ class TestByOwnProducts(op_tests(OWN_SPEC)):
     @pytest.mark.parametrize("accumulate", ["fast", "float32"])
     def test_small_terms_beside_large_ones(self, accumulate, device):
         """Added in float32 a stage at a time, 128 ones survive 25,690,112; one by one they do not."""
-        x = torch.tensor([448.0, 1, -448]).repeat_interleave(128).expand(5, -1).to(torch_device(device.strip("-")), BF16)
+        x = (
+            torch.tensor([448.0, 1, -448])
+            .repeat_interleave(128)
+            .expand(5, -1)
+            .to(torch_device(device.strip("-")), BF16)
+        )
         y = warpsmith.scaled_linear(x, x[:1].abs().expand(16, -1), recipe=Fp8Recipe(accumulate=accumulate))
         assert y.unique().tolist() == [128 if accumulate == "float32" else 0]
 
