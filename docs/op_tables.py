@@ -32,6 +32,7 @@ TITLES = {
     "attention": "attention, batched or packed",
     "activation": "activations: gated, behind a bias, dropout and sum",
     "cross_entropy": "loss, with its gradient in the same pass",
+    "softmax": "softmax and its logarithm over rows",
     "linear": "linear layers: activation, residual, MLP",
     "linear_loss": "language-model head with loss or log-probabilities",
     "quantize": "8-bit floats with scales, and back",

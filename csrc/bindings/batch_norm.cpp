@@ -198,8 +198,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& dy_any, const
   }
   if (means_any) check_tensor(kBackward, "means", *means_any, real_dtype(dtype), {2, x.columns}, x_any);
   const bool masked = mask.numel() > 0;
+  if (mask.scalar_type() != ScalarType::Byte) refuse(kBackward, "mask", "uint8", dtype_text(mask.scalar_type()));
   if (masked) {
-    if (mask.scalar_type() != ScalarType::Byte) refuse(kBackward, "mask", "uint8", dtype_text(mask.scalar_type()));
     check_shape(kBackward, "mask", mask, {x.rows, x.columns / batch_norm_vector(x.columns, size_bytes(dtype))});
     check_same_device(kBackward, "mask", mask, x_any);
   }

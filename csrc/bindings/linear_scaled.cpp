@@ -2,6 +2,7 @@
 
 #include "bindings/support/library.h"
 #include "bindings/support/linear.h"
+#include "bindings/support/product.h"
 #include "bindings/support/quantize.h"
 #include "bindings/support/scratch.h"
 
@@ -14,8 +15,8 @@ aoti_torch_cuda__scaled_mm_out(AtenTensorHandle out, AtenTensorHandle self, Aten
 #endif
 
 // scaled_linear: a linear layer whose products are of 8-bit floats. The casts are the quantize family's, the products
-// are cuBLASLt's, by plans that are kept; of blocks, and without it, by torch's _scaled_mm; or, emulated, what they
-// mean: dequantized values multiplied in float32.
+// are cuBLASLt's, by plans that are kept; of blocks, and without it, by torch's _scaled_mm; our own, where
+// WARPSMITH_OWN_PRODUCT=1 asks for them; or, emulated, what they mean: dequantized values multiplied in float32.
 //
 // Scales of rows and of tensors take one cast of x and one of the weight: the products of the gradients read the same
 // bytes, transposed. A row's scale then lies along the sum. It is absorbed: the gradient is multiplied by it before it
@@ -169,6 +170,35 @@ void multiply_emulated(const char* op, const Operand& a, const Operand& b, const
   if (dtype_code(out) != wide) torch::stable::copy_(const_cast<Tensor&>(out), sums);
 }
 
+// out = a @ b^T + bias, of the dtype of out, by our own kernels. False, and nothing is written, where they were not
+// asked for or cannot.
+bool multiply_by_own([[maybe_unused]] const char* op, [[maybe_unused]] const Operand& a,
+                     [[maybe_unused]] const Operand& b, [[maybe_unused]] const OptionalTensor& bias,
+                     [[maybe_unused]] const Tensor& out, [[maybe_unused]] const ScaledOptions& options) {
+#if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
+  if (options.activations == Fp8Scaling::block || !may_be_own(out)) return false;
+  const auto values = [](const OptionalTensor& scale) {
+    return scale ? static_cast<const float*>(scale->const_data_ptr()) : nullptr;
+  };
+  const int64_t terms = a.data.size(1), pairs = terms / 2;
+  ProductParams p{.a = a.data.const_data_ptr(), .b = b.data.const_data_ptr(), .a_stride = pairs, .b_stride = pairs};
+  p.out = out.mutable_data_ptr();
+  p.bias = const_at(bias);
+  p.rows = out.size(0);
+  p.columns = out.size(1);
+  p.inner = pairs;
+  p.dtype = float_dtype(op, "out", out);
+  p.factors = a.data.scalar_type() == kE4m3 ? ProductFactors::e4m3 : ProductFactors::e5m2;
+  p.a_scale = values(a.scale);
+  p.b_scale = values(b.scale);
+  p.scales_of_rows = options.activations == Fp8Scaling::row;
+  p.promotes = !accumulates_fast(options.accumulate, terms, false);
+  return run_own_product(op, out, p);
+#else
+  return false;
+#endif
+}
+
 #ifdef WARPSMITH_CUDA
 Tensor view_of(const Tensor& t, int64_t offset, const std::array<int64_t, 3>& sizes,
                const std::array<int64_t, 3>& strides) {
@@ -219,13 +249,11 @@ bool multiply_by_plan(const char* op, const Operand& a, const Operand& b, const 
                                accumulates_fast(options.accumulate, a.data.size(1), false));
 }
 
-void multiply_on_card(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,
-                      const ScaledOptions& options) {
+void multiply_on_card(const char* op, const Operand& a, const Operand& b, const OptionalTensor& added,
+                      const Tensor& out, const ScaledOptions& options) {
   int32_t code = dtype_code(out);
   const bool wide = code == aoti_torch_dtype_float32();
   const bool blocks = options.activations == Fp8Scaling::block;
-  OptionalTensor added;
-  if (bias) added = as_contiguous(in_dtype(op, "bias", *bias, code), op);
   if (!blocks && multiply_by_plan(op, a, b, wide ? std::nullopt : added, out, options)) {
     if (added && wide) torch::stable::copy_(const_cast<Tensor&>(out), torch::stable::subtract(out, *added, -1.0));
     return;
@@ -260,9 +288,19 @@ void multiply_scaled(const char* op, const Operand& a, const Operand& b, const O
     torch::stable::copy_(const_cast<Tensor&>(out), matrix_view(more, 0, out.size(0), out.size(1), out.size(1)));
     return;
   }
-#ifdef WARPSMITH_CUDA
-  if (!options.emulate && out.is_cuda() && a.data.size(1) > 0) return multiply_on_card(op, a, b, bias, out, options);
+#ifdef WARPSMITH_SIM
+  const bool emulated = false;  // its tensors are the CPU's
+#else
+  const bool emulated = options.emulate;
 #endif
+  if (!emulated && a.data.size(1) > 0) {
+    OptionalTensor added;
+    if (bias) added = as_contiguous(in_dtype(op, "bias", *bias, dtype_code(out)), op);
+    if (multiply_by_own(op, a, b, added, out, options)) return;
+#ifdef WARPSMITH_CUDA
+    if (out.is_cuda()) return multiply_on_card(op, a, b, added, out, options);
+#endif
+  }
   multiply_emulated(op, a, b, bias, out);
 }
 
@@ -277,12 +315,6 @@ Tensor filled_up(const char* op, const Tensor& t) {
   torch::stable::copy_(first, t);
   torch::stable::zero_(rest);
   return all;
-}
-
-Tensor no_counts(const char* op, const Tensor& like) {
-  Tensor counts = allocate_vector(op, "counts", 2, aoti_torch_dtype_int64(), like);
-  torch::stable::zero_(counts);
-  return counts;
 }
 
 Tensor or_nothing(const char* op, const OptionalTensor& t, int32_t code, const Tensor& like) {
@@ -395,7 +427,7 @@ TurnedWeight turned_weight(const char* op, const Tensor& weight, const OptionalT
   return {{bytes, std::nullopt}, rows.scale};
 }
 
-// A gradient that is not wanted has zero elements. Counts and the largest magnitude are those of dy. x: for scales of
+// What is not wanted is None. Counts and the largest magnitude are those of dy. x: for scales of
 // blocks and for a gradient of what was not cast; else the bytes of x, by the forward. x_turned: bytes of the columns
 // of x, by another layer of it; its scale, and that of the turned weight, of blocks alone.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
@@ -426,7 +458,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const OnDeviceOf device(dy_any);
   const Tensor rows = adjacent_rows(op, "dy", dy_any);
   const Tensor dy = by_casts || blocks ? filled_up(op, rows) : rows;
-  const int32_t wide = aoti_torch_dtype_float32(), own = dtype_code(dy_any);
+  const int32_t wide = aoti_torch_dtype_float32();
   OptionalTensor dx, dweight, dbias, counts, sums, amax, new_turned, new_turned_scale;
   if (want_dx || by_casts) {
     std::optional<TurnedWeight> b;
@@ -444,7 +476,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                               .column_sums = want_dbias,
                               .amax = watch && dy_scale,
                               .column_factor = b && b->absorbed ? &*b->absorbed : nullptr,
-                              .row_factor = x_scale && !one ? &*x_scale : nullptr});
+                              .row_factor = x_scale && !one ? &*x_scale : nullptr,
+                              .sums_dtype = want_dbias ? narrow_dtype(op, "bias", *bias) : Dtype::float32});
     counts = c.counts;
     sums = c.sums;
     amax = c.amax;
@@ -480,7 +513,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       }
     }
   } else {
-    counts = no_counts(op, dy_any);
+    counts = zeros(op, "counts", 2, dy_any, true);
     if (want_dbias) {
       sums = allocate_vector(op, "gradient of bias", layer.out, wide, dy_any);
       if (rows.numel() == 0)
@@ -496,13 +529,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     weight_gradient_into(op, *dweight, rows, adjacent_rows(op, "x", *x_any), false);
   }
   if (want_dbias) dbias = in_dtype(op, "gradient of bias", *sums, dtype_code(*bias));
-  return {or_nothing(op, dx, own, dy_any),
-          or_nothing(op, dweight, own, dy_any),
-          or_nothing(op, dbias, own, dy_any),
-          *counts,
-          or_nothing(op, amax, wide, dy_any),
-          or_nothing(op, new_turned, aoti_torch_dtype_float8_e4m3fn(), dy_any),
-          or_nothing(op, new_turned_scale, wide, dy_any)};
+  const auto or_none = [](const OptionalTensor& t) { return t ? *t : Tensor(); };
+  return {or_none(dx),   or_none(dweight),    or_none(dbias),           *counts,
+          or_none(amax), or_none(new_turned), or_none(new_turned_scale)};
 }
 
 // A weight as a layer keeps it: its bytes and scales, or turned, for the gradient of x.

@@ -90,7 +90,8 @@ constexpr int64_t kPanels = 4, kLeastPanelled = 1024;
 void multiply_symmetric(const char* op, const Tensor& out_any, const Tensor& x_any, const Tensor& y_any,
                         const OptionalTensor& z_any, double alpha, double beta, Dtype dtype) {
   if (out_any.numel() == 0) return;
-  const Matrices x = as_matrices(op, x_any), y = as_matrices(op, y_any), out = as_matrices(op, out_any);
+  const Matrices x = as_matrices(op, x_any), y = &y_any == &x_any ? x : as_matrices(op, y_any);
+  const Matrices out = as_matrices(op, out_any);
   std::optional<Matrices> z;
   if (z_any) z = as_matrices(op, z_any->is_contiguous() ? *z_any : as_contiguous(*z_any, op));
   const int64_t n = x.rows;

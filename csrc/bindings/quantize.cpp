@@ -25,6 +25,12 @@ void check_float32(const char* op, const char* argument, const Tensor& t) {
 
 int32_t byte_code(bool e5m2) { return e5m2 ? aoti_torch_dtype_float8_e5m2() : aoti_torch_dtype_float8_e4m3fn(); }
 
+int32_t narrow_code(Dtype dtype) {
+  return dtype == Dtype::float32   ? aoti_torch_dtype_float32()
+         : dtype == Dtype::float16 ? aoti_torch_dtype_float16()
+                                   : aoti_torch_dtype_bfloat16();
+}
+
 std::vector<int64_t> shape_of(const Tensor& t) {
   const auto sizes = t.sizes();
   return {sizes.data(), sizes.data() + sizes.size()};
@@ -83,9 +89,14 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
   if (!given && transposed_wanted && !one)
     casts.transposed_scale = allocate_of("transposed_scale", turned_scales, real, x_any);
   const OnDeviceOf device(x_any);
-  if (o.counts) casts.counts = allocate_vector(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
-  if (o.column_sums) casts.sums = allocate_vector(kQuantize, "column_sums", x.columns, real, x_any);
-  if (o.amax) casts.amax = allocate_scalar(kQuantize, "amax", real, x_any);
+  const bool from_scratch = o.from_scratch && runs_kernels(x_any);  // the CPU writes all there is
+  if (o.counts && from_scratch)
+    casts.counts = zeros(kQuantize, "counts", 2, x_any, true);
+  else if (o.counts)
+    casts.counts = allocate_vector(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
+  if (o.column_sums)
+    casts.sums = allocate_vector(kQuantize, "column_sums", x.columns, narrow_code(o.sums_dtype), x_any);
+  if (o.amax) casts.amax = zeros(kQuantize, "amax", 1, x_any, false, 0);
 
   // Not null where there is nothing to write: an output without elements is wanted all the same.
   const auto address = [](const std::optional<Tensor>& t) -> void* {
@@ -100,7 +111,7 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
       .transposed = address(casts.transposed),
       .scale = read && (data_wanted || one) ? read : floats(casts.scale),
       .transposed_scale = read ? read : floats(casts.transposed_scale),
-      .column_sums = floats(casts.sums),
+      .column_sums = address(casts.sums),
       .amax = floats(casts.amax),
       .counts = static_cast<int64_t*>(address(casts.counts)),
       .workspace = nullptr,
@@ -113,9 +124,11 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
       .factor_rows = o.row_factor ? o.row_factor->numel() : 0,
       .scaling = o.scaling,
       .given = given.has_value(),
+      .counts_are_zeros = from_scratch,
       .power_of_two = o.power_of_two,
       .e5m2 = e5m2,
-      .dtype = x_dtype};
+      .dtype = x_dtype,
+      .sums_dtype = o.sums_dtype};
   std::optional<Tensor> workspace, maxima;
   run_on(
       kQuantize, x_any,
@@ -148,7 +161,8 @@ Quantized quantize_fp8(Tensor x, std::optional<Tensor> given, int64_t scaling, i
                             .dtype = dtype,
                             .power_of_two = power_of_two,
                             .counts = true,
-                            .column_sums = column_sums});
+                            .column_sums = column_sums,
+                            .from_scratch = false});
   const auto or_nothing = [&](const std::optional<Tensor>& t, int32_t code) {
     return t ? *t : nothing(kQuantize, code, x);
   };
@@ -195,10 +209,7 @@ Tensor dequantize_fp8(Tensor data_any, Tensor scale_any, ScalarType dtype) {
            shape_text(scale_any));
   }
   const Tensor scale = as_contiguous(scale_any, kDequantize);
-  const int32_t code = dtype == ScalarType::Float  ? aoti_torch_dtype_float32()
-                       : dtype == ScalarType::Half ? aoti_torch_dtype_float16()
-                                                   : aoti_torch_dtype_bfloat16();
-  Tensor y = allocate_shaped(kDequantize, "values", data_any, code);
+  Tensor y = allocate_shaped(kDequantize, "values", data_any, narrow_code(y_dtype));
   if (data.rows == 0 || data.columns == 0) return y;
   p.scale = static_cast<const float*>(scale.const_data_ptr());
   p.y = y.mutable_data_ptr();

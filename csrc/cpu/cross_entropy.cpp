@@ -12,15 +12,6 @@
 namespace warpsmith {
 namespace {
 
-constexpr int64_t kGrainElems = 8 * 1024;  // least elements per thread
-constexpr int64_t kPieceColumns = 4096;  // a long row is a sum of pieces: rounding errors grow with the terms of a lane
-
-template <class Math, class Piece> Math sum_of_pieces(int64_t columns, Piece&& piece) {
-  Math total = 0;
-  for (int64_t c = 0; c < columns; c += kPieceColumns) total += piece(c, std::min(kPieceColumns, columns - c));
-  return total;
-}
-
 template <class Math> Math real_at(const void* p, int64_t i, Math otherwise) {
   return p ? static_cast<const Math*>(p)[i] : otherwise;
 }
@@ -191,8 +182,6 @@ template <class T> struct RowWork {
     return at;
   }
 };
-
-int64_t rows_per_task(int64_t columns) { return std::max<int64_t>(1, kGrainElems / std::max<int64_t>(1, columns)); }
 
 template <class Math> Math denominator_of(const CrossEntropyDenominatorParams& p) {
   double sum = 0;

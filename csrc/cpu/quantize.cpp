@@ -244,7 +244,7 @@ template <class T, class F> class Caster {
     parallel_(ceil_div(m_.columns, kFp8Block), grain(m_.rows * kFp8Block), [&](int64_t begin, int64_t end) {
       for (int64_t j = begin; j < end; ++j) {
         const int64_t first = j * kFp8Block, n = width(j);
-        std::fill_n(p_.column_sums + first, n, 0.0f);
+        float all[kFp8Block] = {};
         for (int64_t top = 0; top < m_.rows; top += kFp8Block) {
           float group[kFp8Block] = {};
           for (int64_t r = top; r < std::min(m_.rows, top + kFp8Block); r += kPiece) {
@@ -253,8 +253,11 @@ template <class T, class F> class Caster {
               add_row(m_.at(k, first), piece, n);
             for (int64_t c = 0; c < n; ++c) group[c] += piece[c];
           }
-          for (int64_t c = 0; c < n; ++c) p_.column_sums[first + c] += group[c];
+          for (int64_t c = 0; c < n; ++c) all[c] += group[c];
         }
+        (void)visit_cuda_dtype(p_.sums_dtype, [&]<class S>() {
+          for (int64_t c = 0; c < n; ++c) static_cast<S*>(p_.column_sums)[first + c] = from_float<S>(all[c]);
+        });
       }
     });
   }

@@ -91,14 +91,23 @@ py::dict plan_scaled(const py::kwargs& given) {
   const auto how = static_cast<ScaledAccumulate>(problem.one_of("accumulate", kScaledAccumulate));
   const bool emulate = problem.flag("emulate", false);
   const int64_t capability = problem.integer("code_capability", 80, 90);
+  ProductProblem own{rows, out, in};
+  own.asked = static_cast<OwnProduct>(problem.one_of("own_product", kOwnProduct));
+  own.half = problem.dtype_bytes("dtype", "bfloat16") == 2;
+  own.sm90a_code = capability == 90;
+  own.factors = ProductFactors::e4m3;
+  own.promotes = !accumulates_fast(how, in, false);
   problem.refuse_unknown();
 
   const bool blocks = scaling == 2, runs = scaling == 1 ? capability >= 89 : capability == 90;
-  py::dict d;
-  d["path"] = emulate ? "float32" : runs ? "_scaled_mm" : "none";
+  const ProductPlan product = choose_product(own);
+  const bool is_own = product.kernel && !emulate && !blocks;
+  py::dict d = is_own ? described(product) : py::dict();
+  if (!is_own) d["path"] = emulate ? "float32" : runs ? "_scaled_mm" : "none";
   const std::pair<const char*, int64_t> terms[] = {{"forward", in}, {"dgrad", out}, {"wgrad", rows}};
   for (const auto& [product, count] : terms)
     d[product] = emulate || !accumulates_fast(how, count, blocks) ? "float32" : "fast";
+  if (is_own) return d;
   d["why"] = emulate ? "dequantized values, multiplied in float32"
              : runs  ? "torch's product of 8-bit floats; sums by the number of their terms"
                      : "cuBLASLt has row and block scales on sm_90 alone, and 8-bit products from sm_89 on";

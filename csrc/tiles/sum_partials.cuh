@@ -16,7 +16,7 @@ constexpr int kSumColumns = 32, kMaxSumSlices = 32;
 // row of its slice of a column, then pairs of slices are added.
 template <class W, class P> __global__ void __launch_bounds__(kSumColumns* kMaxSumSlices)
     sum_partials(const P* partials, W* sums, int64_t rows, int64_t columns) {
-  WARPSMITH_SHARED(P, scratch, kSumColumns* kMaxSumSlices);
+  WARPSMITH_SHARED(P, scratch, kSumColumns * kMaxSumSlices);
   device::wait_for_previous_kernel();
   const int slice = threadIdx.x / kSumColumns, slices = blockDim.x / kSumColumns;
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x % kSumColumns;
@@ -36,7 +36,8 @@ template <class W, class P> __global__ void __launch_bounds__(kSumColumns* kMaxS
     if (slice < half && slice + half < slices) scratch[threadIdx.x] += scratch[threadIdx.x + half * kSumColumns];
     __syncthreads();
   }
-  if (slice == 0 && column < columns) device::store(sums + column, device::from_float<W>(static_cast<float>(scratch[threadIdx.x])));
+  if (slice == 0 && column < columns)
+    device::store(sums + column, device::from_float<W>(static_cast<float>(scratch[threadIdx.x])));
 }
 
 template <class W, class P = float>

@@ -13,6 +13,7 @@
 #include <warpsmith/optim.h>
 #include <warpsmith/quantize.h>
 #include <warpsmith/rope.h>
+#include <warpsmith/softmax.h>
 
 namespace {
 
@@ -169,6 +170,9 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       exposed(&batch_norm));
   m.def("group_norm(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, bool silu) -> Tensor",
         exposed(&warpsmith::group_norm));
+#define WARPSMITH_ROW(op, log) m.def(#op "(Tensor x, bool wide) -> Tensor", exposed(&warpsmith::op));
+  WARPSMITH_SOFTMAX_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
   m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", exposed(&warpsmith::rms_norm));
   m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", exposed(&warpsmith::layer_norm));
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float? eps, float weight_offset) -> (Tensor, Tensor)",

@@ -83,6 +83,10 @@ def group_norm(silu, **given):
     return warpsmith.group_norm(**given, activation="silu" if silu else None)
 
 
+def softmax(name, x, wide):
+    return getattr(warpsmith, name)(x, dtype=torch.float32 if wide and x.dtype.itemsize == 2 else None)
+
+
 def of_layers(name):
     """A function of layers, with the number of its activation."""
 
@@ -120,6 +124,9 @@ def problems():
         yield row.name, {"x": leaf(2, 3, 8), "bias": leaf(8)}, getattr(warpsmith, row.name)
     for row in families.rows("UNARY"):
         yield row.name, {"x": leaf(2, 3, 8)}, getattr(warpsmith, row.name)
+    for row in families.rows("SOFTMAX"):
+        for x in (leaf(2, 3, 8), leaf(2, 3, 8).detach().half().requires_grad_()):
+            yield row.name, {"x": x, "wide": x.dtype == torch.half}, functools.partial(softmax, row.name)
     yield "rope", angles(), rope
     yield "rope", angles(interleaved=False, position_offset=0, position_offsets=torch.tensor([3, 0])), rope
     yield "rope", packed_angles(), rope
@@ -263,6 +270,10 @@ def test_second_derivatives_are_refused_or_right(cpp, name, given):
         for n, t in leaves.items():
             found = outputs(getattr(cpp, name), *chosen.values())
             passed_on = name in ("dropout_add", "linear") or (name == "batch_norm" and not given["relu"])
+            if name == "matmul_symmetric":
+                expected = second_derivative([t @ t.mT], t)
+                torch.testing.assert_close(second_derivative(found, t), expected)
+                continue
             if name == "rope" or (passed_on and n == "residual"):  # linear, and lengths stay
                 expected = 8 * (t if name == "rope" else found[0])
                 torch.testing.assert_close(second_derivative(found, t), expected.detach())
@@ -298,6 +309,8 @@ def refusals():
     for name in (n for n in base if n.startswith("bias_")):
         yield name, base[name] | {"bias": leaf(3)}, "bias: expected shape"
     yield "relu_squared", {"x": torch.ones(3, dtype=torch.int32)}, "x: expected float32"
+    for name in ("softmax", "log_softmax"):
+        yield name, base[name] | {"x": torch.ones(3, dtype=torch.int32)}, "x: expected float32"
     heads = base["rope"]
     yield (
         "rope",

@@ -74,9 +74,11 @@ FUNCTIONS = {
     "cross_entropy": lambda: (rows()[None].transpose(1, 2), LABELS[None]),
     "group_norm": lambda: (pixels(), 2),
     "layer_norm": lambda: (rows(), (WIDTH,)),
+    "log_softmax": lambda: (rows(), -1),
     "linear": lambda: (rows(), torch.randn(24, WIDTH, requires_grad=True)),
     "linear_cross_entropy": lambda: (rows(), torch.randn(WIDTH, WIDTH), LABELS),
     "rms_norm": lambda: (rows(), (WIDTH,)),
+    "softmax": lambda: (rows(), -1),
     "scaled_dot_product_attention": lambda: [heads(2).transpose(1, 2) for _ in range(3)],
 }
 

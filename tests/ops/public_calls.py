@@ -84,7 +84,7 @@ def arguments_of(name: str) -> dict:
     }
     calls |= {row.name: {"x": rows()} | bias for row in families.rows("BIASED")}
     calls |= {row.name: {"gate": rows(), "up": rows()} for row in families.rows("GATED")}
-    calls |= {row.name: {"x": rows()} for row in families.rows("UNARY")}
+    calls |= {row.name: {"x": rows()} for row in families.rows("UNARY", "SOFTMAX")}
     return calls[name]
 
 

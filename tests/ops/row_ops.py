@@ -10,7 +10,7 @@ import warpsmith
 
 from tools import families
 
-BODIES = ("NORM", "GATED", "BIASED", "UNARY", "DROPOUT")
+BODIES = ("NORM", "GATED", "BIASED", "UNARY", "SOFTMAX", "DROPOUT")
 
 
 class RowOp(NamedTuple):
@@ -31,7 +31,13 @@ def row_ops(**dropout: Any) -> dict[str, RowOp]:
             rows, parameters = 1 + residual, 1 + layer
         else:
             drops = row.body == "DROPOUT"
-            rows, parameters = {"GATED": (2, 0), "BIASED": (1, 1), "UNARY": (1, 0), "DROPOUT": (2, 0)}[row.body]
+            rows, parameters = {
+                "GATED": (2, 0),
+                "BIASED": (1, 1),
+                "UNARY": (1, 0),
+                "SOFTMAX": (1, 0),
+                "DROPOUT": (2, 0),
+            }[row.body]
         found[name] = RowOp(functools.partial(op, **options, **dropout if drops else {}), rows, parameters)
         if row.body == "GATED":
             found[name + ", packed"] = RowOp(functools.partial(op, **options), 1, 0)

@@ -46,9 +46,10 @@ def test_strided_tensors_cost_a_copy_at_most(name, monkeypatch):
     for layout in ("misaligned", "padded_rows", *COPIED):
         for op, call in calls(spec, base.but(layout=layout)).items():
             count, peak = usage(op, call)
-            given = [t for t in call if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() > 0]
+            given = [t for t in call if isinstance(t, torch.Tensor) and t.dtype != torch.int64 and t.dim() > 0]
             largest = max(t.numel() for t in given)  # statistics, one number a row, are small beside it
-            strided = [t for t in given if not t.is_contiguous() and (layout in COPIED or 8 * t.numel() < largest)]
+            rows_lie = layout not in COPIED and FAMILY[name] != "image"
+            strided = [t for t in given if not t.is_contiguous() and (not rows_lie or 8 * t.numel() < largest)]
             again = FAMILY[name] in ("linear", "linear_loss")  # each of torch's products copies its operands
             most = plain[op][0] + (1 + again) * len(strided), plain[op][1] + sum(t.nbytes for t in strided)
             assert count <= most[0] and peak <= most[1], f"{op} {layout}: {count, peak}, expected at most {most}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import pytest
 import torch
 import warpsmith
@@ -9,7 +12,7 @@ from warpsmith import reference
 from warpsmith.amp import Fp8Recipe
 from warpsmith.ops.linear import Fp8State
 from warpsmith.reference.quantize import finite_amax
-from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 from warpsmith.testing.sim import is_loaded, torch_device
 
 from tests.ops.public_calls import but
@@ -26,6 +29,8 @@ RECIPES = [
     {"scaling": "block", "wgrad": "high"},
 ]
 ARGUMENTS = ("scaling", "grad_dtype", "wgrad", "power_of_two")
+ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+OWN_DEVICES = ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)]
 
 
 def inputs(case, rng):
@@ -111,8 +116,76 @@ SPEC = OpSpec(
 )
 TestScaledLinear = op_tests(SPEC)
 
+# Edges of tiles of 128 x 256 (fast) and 128 x 192 (sums of 128 terms in float32), of clusters of two, of stages of 128.
+# The first cases are those of edge values: by powers of two the oracle's bytes of the largest x are 2^128, an infinity
+# in float32, which our scaled sums never hold.
+OWN_CASES = [
+    *(Case((6, 32), dtype, options={"power_of_two": False}) for dtype in (BF16, FP16)),
+    *(Case((6, 32), dtype, options=r) for dtype in (BF16, FP16) for r in RECIPES if r.get("scaling") != "block"),
+    *(Case((m, 144), BF16, options={**r, "out": 272}) for m in (1, 15, 129, 300) for r in RECIPES[:2]),
+    *(Case((20, k), BF16, options={"out": 16, "bias": False, "accumulate": a}) for k in (16, 112, 128, 528, 2064)
+      for a in ("fast", "float32")),
+    *(Case((130, 400), dtype, options={"out": 208, "accumulate": "float32", "scaling": s, "grad_dtype": "e5m2"})
+      for dtype in (BF16, FP16) for s in ("row", "tensor")),
+    Case((2, 3, 64), BF16, dtypes={"bias": FP32}),
+    Case((5, 16400), BF16, options={"out": 16}),  # too many terms for fast sums
+    Case((5, 32), FP32),  # the library's
+]  # fmt: skip
 
-ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+
+def own_inputs(case, rng):
+    return {**inputs(case, rng), "accumulate": case.options.get("accumulate", "auto")}
+
+
+def own_op(x, weight, bias, **options):
+    return warpsmith.scaled_linear(x, weight, bias, recipe=Fp8Recipe(**options))
+
+
+def own_reference(x, weight, bias, accumulate, **options):
+    return reference.scaled_linear(x, weight, bias, **options)
+
+
+OWN_SPEC = replace(SPEC, op=own_op, reference=own_reference, inputs=own_inputs, cases=OWN_CASES, devices=("cuda",),
+                   bad_inputs=(), random_cases=50)  # fmt: skip
+
+
+class TestByOwnProducts(op_tests(OWN_SPEC)):
+    @pytest.fixture(autouse=True)
+    def ours(self):
+        OPS._own_product("1")
+        yield
+        OPS._own_product(os.environ.get("WARPSMITH_OWN_PRODUCT", "auto"))
+
+    @pytest.mark.parametrize("device", OWN_DEVICES)
+    @pytest.mark.parametrize("scaling", ["row", "tensor"])
+    @pytest.mark.parametrize("accumulate", ["fast", "float32"])
+    def test_rows_do_not_change_bits(self, accumulate, scaling, device):
+        """The order of a sum depends on its length alone. Each product of a layer is one of ours."""
+        g = torch.Generator().manual_seed(1)
+        x, w, dy = (torch.randn(*s, generator=g).to(torch_device(device.strip("-")), BF16)
+                    for s in ((300, 208), (272, 208), (300, 272)))  # fmt: skip
+        x[0, 0] = dy[0, 0] = 9  # the first row is in every part: the same scale of the tensor
+        recipe = Fp8Recipe(scaling, accumulate=accumulate)
+
+        def made(rows):
+            some = torch.cat([x[:1], x[rows]]).requires_grad_()
+            y = warpsmith.scaled_linear(some, w, recipe=recipe)
+            y.backward(torch.cat([dy[:1], dy[rows]]))
+            return y.detach()[1:], some.grad[1:]
+
+        before = OPS._own_product("1")
+        whole = made(slice(0, 300))
+        for rows in (slice(0, 1), slice(100, 117), slice(37, 300)):
+            assert all(bitwise_equal(part, all_of[rows]) for part, all_of in zip(made(rows), whole, strict=True))
+        assert OPS._own_product("1") == before + 8
+
+    @pytest.mark.parametrize("device", OWN_DEVICES)
+    @pytest.mark.parametrize("accumulate", ["fast", "float32"])
+    def test_small_terms_beside_large_ones(self, accumulate, device):
+        """Added in float32 a stage at a time, 128 ones survive 25,690,112; one by one they do not."""
+        x = torch.tensor([448.0, 1, -448]).repeat_interleave(128).expand(5, -1).to(torch_device(device.strip("-")), BF16)
+        y = warpsmith.scaled_linear(x, x[:1].abs().expand(16, -1), recipe=Fp8Recipe(accumulate=accumulate))
+        assert y.unique().tolist() == [128 if accumulate == "float32" else 0]
 
 
 @pytest.mark.parametrize("device", ["sim-"] if is_loaded() else ["cpu", pytest.param("cuda", marks=ON_CUDA)])

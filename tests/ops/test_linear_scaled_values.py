@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import math
+import weakref
 
 import pytest
 import torch
 import warpsmith
 from torch.utils._python_dispatch import TorchDispatchMode
 from warpsmith import reference
+from warpsmith._core import pending
 from warpsmith.amp import Fp8Recipe
 from warpsmith.ops import _scaled_linear
 from warpsmith.testing import bitwise_equal
@@ -214,7 +216,8 @@ def test_weights_of_a_captured_step_are_not_kept(named, monkeypatch):
         states = [[torch.zeros(48, 32)] for _ in range(3)]
         warpsmith.adamw([given], *states, [], [torch.zeros(())], lr=0.1)
     call(x), call_other(x)
-    assert made.weight not in _scaled_linear._kept and (other.weight in _scaled_linear._kept) == named
+    kept = [_scaled_linear.kept_of(one.weight) is not None for one in (made, other)]
+    assert kept == [False, named]
 
 
 @pytest.mark.gpu
@@ -267,12 +270,12 @@ def test_one_byte_a_weight_is_kept():
     x = torch.randn(4, 32, requires_grad=True)
     weight = made.weight
     call(x).sum().backward()
-    kept = _scaled_linear._kept[weight]
+    kept = _scaled_linear.kept_of(weight)
     assert kept.data.numel() == weight.numel() and kept.data.itemsize == 1 and kept.turned is None
     call(x).sum().backward()
     assert kept.turned[0].shape == (32, 48)
     _scaled_linear.forget(weight)
-    assert weight not in _scaled_linear._kept
+    assert _scaled_linear.kept_of(weight) is None
 
 
 def test_recomputation_and_two_graphs_at_once():
@@ -344,6 +347,12 @@ def test_plan():
     assert warpsmith.plan("scaled_linear", **sizes, accumulate="fast")["wgrad"] == "fast"
     assert warpsmith.plan("scaled_linear", **sizes, code_capability=100)["path"] == "none"
     assert warpsmith.plan("scaled_linear", **sizes, scaling="tensor", code_capability=89)["path"] == "_scaled_mm"
+    own = warpsmith.plan("scaled_linear", **sizes, own_product="always")
+    assert (own["path"], own["tile"], own["wgrad"]) == ("own", "128x256", "float32")
+    own = warpsmith.plan("scaled_linear", **sizes, own_product="always", accumulate="float32")
+    assert (own["path"], own["tile"], own["forward"]) == ("own", "128x192", "float32")
+    for other in ({"scaling": "block"}, {"emulate": True}, {"dtype": "float32"}, {"code_capability": 89}):
+        assert warpsmith.plan("scaled_linear", **sizes, own_product="always", **other)["path"] != "own"
 
 
 # ---- on a card: the products, beside what they mean
@@ -478,3 +487,27 @@ def test_a_loop_that_edits_x_by_data_is_seen(scaling):
         assert bitwise_equal(y, expected)
         y.square().sum().backward()
         x.data.add_(x.grad.sign())
+
+
+@pytest.mark.parametrize("most", [1, 7, 10_000])
+def test_totals_are_settled_together(most, monkeypatch):
+    """Of several layers, in rounds; forwards that have kept a total for their backward do not find it changed."""
+    monkeypatch.setattr(pending, "_MOST", most)
+    sums = [torch.zeros(2, dtype=torch.int64) for _ in range(3)]
+    maxima = [torch.zeros(()) for _ in range(3)]
+    for i in range(20):
+        for stream in (0, 1):
+            pending.note_later(sums[i % 3], torch.tensor([1, i]), stream)
+            pending.note_later(maxima[i % 3], torch.tensor(float(i)), stream)
+    assert [t.tolist() for t in map(pending.settled, sums)] == [[14, 126], [14, 140], [12, 114]]
+    assert [t.item() for t in maxima] == [18, 19, 17] and not any(pending._pending.values())
+    assert all(t._version == 0 for t in (*sums, *maxima))
+
+
+def test_casts_go_with_their_weight():
+    made, call = layer()
+    call(torch.randn(4, 32))
+    count, kept = len(_scaled_linear._kept), weakref.ref(_scaled_linear.kept_of(made.weight))
+    del made, call
+    gc.collect()
+    assert kept() is None and len(_scaled_linear._kept) == count - 1

@@ -19,10 +19,11 @@ ROWS, SHAPE = "fewer rows", "(a wider row|fewer rows|one dimension more|no dimen
 FREE = re.compile(
     rf"(bias_\w+|\w*(layer|rms)_norm(_forward|_inference)?) x {ROWS}"
     rf"|(mlp|gated_linear|scaled_linear)(_forward|_inference)? x {ROWS}"
-    rf"|(relu_squared\w*|linear_cross_entropy_scale\w) x {SHAPE}"
+    rf"|(relu_squared\w*|(log_)?softmax(_forward)?|linear_cross_entropy_scale\w) x {SHAPE}"
     rf"|(clip_grads|unscale_grads|grad_\w+) (tensors|like|partials) ({SHAPE}|integers|complex)"
     rf"|dropout_add_backward dy {SHAPE}|cross_entropy_scale_ dlogits {SHAPE}|rank_mean parts {ROWS}"
     r"|cross_entropy_\w+_ logits a wider row"
+    rf"|(group_norm(_forward|_inference)?|batch_norm_statistics) x (a wider row|{ROWS}|one dimension more)"
     rf"|matmul_symmetric x (a wider row|{ROWS}|one dimension more)"
     rf"|(quantize_fp8 x|fp8_amax x|fp8_scale amax|dequantize_fp8 (data|scale)) {SHAPE}"
     r"|cross_entropy_backward_? dloss no dimension"  # of a loss that is one number

@@ -3,8 +3,10 @@
 // links: csrc/kernels/linear/hopper/product_nt_sm90a.cu
 // links: csrc/kernels/linear/hopper/product_nn_sm90a.cu
 // links: csrc/kernels/linear/hopper/product_tn_sm90a.cu
+// links: csrc/kernels/linear/hopper/product_float8_sm90a.cu
 #include <map>
 
+#include "device/float8.h"
 #include "far.h"
 #include "kernels/linear/hopper/product_sm90_pipeline.cuh"
 #include "kernels/linear/linear.h"
@@ -19,13 +21,13 @@ template <class T> double rounded(double x) {
 }
 
 // A problem of small integers, whose sums are exact in any order. gap: elements between rows of a and b. other: the
-// second form of an epilogue, which keeps z, sums columns or adds to out.
+// second form of an epilogue, which keeps z, sums columns, adds to out, or has scales of rows.
 template <class T> struct Problem {
   ProductKernel kernel;
   bool a_turned, b_turned;
   ProductParams p;
   Buffer<T> a, b, bias, z, out, up, up_bias, up_z;
-  Buffer<float> wide, partials, column_sums;
+  Buffer<float> wide, partials, column_sums, a_scale, b_scale;
 
   static int64_t stride(int64_t width, int64_t gap) { return (width + 7) / 8 * 8 + gap; }
   static size_t elements(int64_t rows, int64_t width) { return static_cast<size_t>(rows * width); }
@@ -47,7 +49,9 @@ template <class T> struct Problem {
         up_z(elements(m, n)),
         wide(elements(m, n)),
         partials(elements(partial_rows(m), n)),
-        column_sums(elements(1, n)) {
+        column_sums(elements(1, n)),
+        a_scale(elements(1, m)),
+        b_scale(elements(1, n)) {
     Random random(7);
     for (Buffer<T>* x : {&a, &b, &bias, &z, &up, &up_bias})
       for (size_t i = 0; i < x->size(); ++i) (*x)[i] = from_float<T>(static_cast<float>(random.bits() % 3) - 1.0f);
@@ -63,15 +67,47 @@ template <class T> struct Problem {
       if (with_bias == (gap == 0)) p.up_bias = up_bias.data();  // each bias with and without the other
       if (other) p.up_z = up_z.data();
     }
+    if (kernel.float8()) take_float8(random, other, gap == 0);
     if (e == Epilogue::derivative && other) p.partials = partials.data(), p.column_sums = column_sums.data();
+  }
+  // Bytes of -1, 0 and 1, in pairs; scales that are powers of two.
+  void take_float8(Random& random, bool by_rows, bool both) {
+    const auto fill = [&](Buffer<T>& x, unsigned one) {
+      const auto code = [&] { return random.coin() ? one | random.bits() % 2 << 7 : 0; };
+      for (size_t i = 0; i < x.size(); ++i) x[i].bits = static_cast<uint16_t>(code() | code() << 8);
+    };
+    fill(a, kernel.factors == ProductFactors::e5m2 ? 0x3c : 0x38);
+    fill(b, 0x38);
+    for (Buffer<float>* x : {&a_scale, &b_scale})
+      for (size_t i = 0; i < x->size(); ++i) (*x)[i] = static_cast<float>(1 << random.bits() % 3);
+    p.factors = kernel.factors, p.scales_of_rows = by_rows;
+    p.a_scale = a_scale.data();
+    if (both) p.b_scale = b_scale.data();
+  }
+  double scale(int64_t i, int64_t j) const {
+    const auto of = [&](const float* x, int64_t at) {
+      return x ? static_cast<double>(x[p.scales_of_rows ? at : 0]) : 1;
+    };
+    return of(p.a_scale, i) * of(p.b_scale, j);
+  }
+  double term(int64_t i, int64_t j) const {
+    if (!kernel.float8()) return at(a, i) * at(b, j);
+    const int x = a[static_cast<size_t>(i)].bits, y = b[static_cast<size_t>(j)].bits;
+    double both = 0;
+    for (int shift : {0, 8}) {
+      const auto left = static_cast<uint8_t>(x >> shift), right = static_cast<uint8_t>(y >> shift);
+      both += static_cast<double>((kernel.factors == ProductFactors::e5m2 ? device::to_float(float8_e5m2{left})
+                                                                          : device::to_float(float8_e4m3{left})) *
+                                  device::to_float(float8_e4m3{right}));
+    }
+    return both;
   }
   double at(const Buffer<T>& x, int64_t i) const { return static_cast<double>(to_float(x[static_cast<size_t>(i)])); }
   double sum(int64_t i, int64_t j) const {
-    double s = p.bias ? at(bias, j) : 0;
+    double s = 0;
     for (int64_t l = 0; l < p.inner; ++l)
-      s += at(a, a_turned ? l * p.a_stride + i : i * p.a_stride + l) *
-           at(b, b_turned ? l * p.b_stride + j : j * p.b_stride + l);
-    return s;
+      s += term(a_turned ? l * p.a_stride + i : i * p.a_stride + l, b_turned ? l * p.b_stride + j : j * p.b_stride + l);
+    return s * scale(i, j) + (p.bias ? at(bias, j) : 0);
   }
   double up_sum(int64_t i, int64_t j) const {
     double s = p.up_bias ? at(up_bias, j) : 0;
@@ -92,6 +128,7 @@ template <class T> struct Problem {
                          : e == Epilogue::residual   ? s + x
                          : e == Epilogue::derivative ? (x > 0 ? s : 0)
                          : e == Epilogue::wide       ? s + (p.add ? static_cast<double>(here % 5) : 0)
+                         : kernel.float8()           ? rounded<T>(s)
                                                      : s;
         sums[static_cast<size_t>((i / 128 * 3 + (i / 16 % 8 + j / 64 % 4) % 3) * p.columns + j)] += expected[here] = y;
         totals[static_cast<size_t>(j)] += y;

@@ -345,6 +345,10 @@ SEVERAL = (
      "ops/test_group_norm.py -k 'sim- and error_law and 24-float32-groups_2-affine_bias'", "grad_bias: error"),
     ("terms_of_several_blocks_mixed", "cross_entropy/totals.cuh", "partials + @i * K + k", "k * count + i",
      "ops/test_cross_entropy.py -k 'several_blocks and sim'", "test_stats_of_rows"),
+    ("gradient_staged_over_the_result", "softmax/softmax.cuh", "to_dy = schedule.slots * @slot_step", "0",
+     "ops/test_softmax.py -k 'sim- and error_law and 7x257-float32'", "grad_x: error"),
+    ("sums_of_a_smaller_maximum_kept", "softmax/softmax.cuh", "sums.rebase(top);", "sums.m = top;",
+     "ops/test_softmax.py -k rows_longer", "test_rows_longer"),
     ("codes_behind_the_end_are_no_zeros", "optim/step_8bit.cuh", "is_signed<F>(s) ? 127 : 0", "0",
      "optim/test_eight_bit.py -k behind_the_last", "test_what_is_behind"),
 )  # fmt: skip

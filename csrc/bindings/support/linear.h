@@ -49,6 +49,7 @@ inline Tensor as_matrix(const char* op, const Tensor& t) {
   const auto fits = [](int64_t sizes, int64_t adjacent, int64_t others, int64_t apart) {
     return (sizes <= 1 || adjacent == 1) && (others <= 1 || apart >= std::max<int64_t>(sizes, 1));
   };
+  if (by_column == 1 && by_row >= columns && columns > 0 && rows > 0) return t;
   if (fits(columns, by_column, rows, by_row))
     return matrix_view(t, 0, rows, columns, rows > 1 ? by_row : std::max<int64_t>(columns, 1));
   if (fits(rows, by_row, columns, by_column))
@@ -84,6 +85,7 @@ inline Tensor allocate_rows(const char* op, const char* argument, const Tensor& 
 }
 
 inline Tensor as_rows_matrix(const Tensor& contiguous, int64_t rows, int64_t columns) {
+  if (contiguous.dim() == 2) return contiguous;
   return matrix_view(contiguous, 0, rows, columns, std::max<int64_t>(columns, 1));
 }
 

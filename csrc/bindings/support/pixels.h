@@ -23,8 +23,9 @@ inline Tensor allocate_pixels(const char* op, const char* argument, const Tensor
   return allocate_strided(op, argument, like.sizes().data(), strides, dim, dtype_code(like), like);
 }
 
-// A tensor (N, C, ...) read as rows, one a pixel. Its channels are adjacent, its pixels at one stride, and rows that
-// are made of vectors of 16 bytes lie on 16 bytes; any other tensor is copied once, and `tensor` keeps the copy alive.
+// A tensor (N, C, ...) read as rows, one a pixel. Its channels are adjacent, its pixels at one stride, and for kernels
+// rows that are made of vectors of 16 bytes lie on 16 bytes; any other tensor is copied once, and `tensor` keeps the
+// copy alive.
 struct Pixels {
   Tensor tensor;
   int64_t rows = 1, columns = 1, stride = 0;
@@ -47,7 +48,7 @@ inline Pixels as_pixels(const char* op, const char* argument, const Tensor& t, D
   for (int64_t i = dim - 1; i > 1; --i) outer(i);
   outer(0);
   if (p.rows == 0 || p.columns == 0) return p;
-  if (p.columns % (16 / size_bytes(dtype)) == 0)
+  if (runs_kernels(t) && p.columns % (16 / size_bytes(dtype)) == 0)
     fits = fits && rows_on_16_bytes(t.const_data_ptr(), p.stride, p.rows, dtype);
   if (!fits) {
     p.tensor = allocate_pixels(op, argument, t);

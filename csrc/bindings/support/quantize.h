@@ -23,9 +23,11 @@ struct CastOptions {
   ScalarType dtype;
   bool power_of_two;
   bool counts = false, column_sums = false;
-  bool amax = false;  // beside a given scale
+  bool amax = false;         // beside a given scale
+  bool from_scratch = true;  // counts are parts of a chunk of zeros; else of memory of their own
   // Of row scales: [columns] and [at most rows], float32, contiguous (kernels/quantize/quantize.h).
   const Tensor *column_factor = nullptr, *row_factor = nullptr;
+  Dtype sums_dtype = Dtype::float32;  // of column_sums
 };
 struct Casts {
   std::optional<Tensor> data, scale, transposed, transposed_scale, counts, sums, amax;

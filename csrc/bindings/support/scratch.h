@@ -18,9 +18,13 @@ namespace scratch_detail {
 // launched before what reads it, and the allocator gives a chunk that is dropped to later work of that stream.
 inline bool has_chunks(const Tensor& like) { return like.is_cuda() && current_stream(like) == nullptr; }
 
+struct Zeros {
+  std::optional<Tensor> chunk;
+  int64_t used = 0;
+};
 struct Chunks {
-  std::optional<Tensor> zeros, ones;
-  int64_t used = 0;  // of zeros
+  Zeros reals, integers;
+  std::optional<Tensor> ones;
 };
 inline std::mutex& mutex() {
   static auto* const made = new std::mutex;
@@ -35,28 +39,30 @@ inline Chunks& of_device(const Tensor& like) {
 }  // namespace scratch_detail
 #endif
 
-// `count` float32 zeros for a kernel's own use, that nobody else has.
-inline Tensor zeros(const char* op, const char* argument, int64_t count, const Tensor& like) {
-  const int32_t real = aoti_torch_dtype_float32();
+// `count` zeros, float32 or int64, that nobody else has; with dim = 0 one, as a tensor without dimensions.
+inline Tensor zeros(const char* op, const char* argument, int64_t count, const Tensor& like, bool integers = false,
+                    int64_t dim = 1) {
+  const int32_t code = integers ? aoti_torch_dtype_int64() : aoti_torch_dtype_float32();
 #ifdef WARPSMITH_CUDA
   constexpr int64_t kChunk = int64_t{1} << 18, kApart = 4;  // elements
   if (count <= kChunk / 2 && scratch_detail::has_chunks(like)) {
     const std::lock_guard<std::mutex> lock(scratch_detail::mutex());
-    scratch_detail::Chunks& chunk = scratch_detail::of_device(like);
-    if (!chunk.zeros || chunk.used + count > kChunk) {
-      Tensor fresh = allocate_vector(op, argument, kChunk, real, like);
+    scratch_detail::Chunks& chunks = scratch_detail::of_device(like);
+    scratch_detail::Zeros& zeros = integers ? chunks.integers : chunks.reals;
+    if (!zeros.chunk || zeros.used + count > kChunk) {
+      Tensor fresh = allocate_vector(op, argument, kChunk, code, like);
       torch::stable::zero_(fresh);
-      chunk.zeros = fresh;
-      chunk.used = 0;
+      zeros.chunk = fresh;
+      zeros.used = 0;
     }
-    const int64_t from = chunk.used, stride = 1;
-    chunk.used += (count + kApart - 1) / kApart * kApart;
+    const int64_t from = zeros.used, stride = 1;
+    zeros.used += (count + kApart - 1) / kApart * kApart;
     AtenTensorHandle handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(chunk.zeros->get(), 1, &count, &stride, from, &handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(zeros.chunk->get(), dim, &count, &stride, from, &handle));
     return Tensor(handle);
   }
 #endif
-  Tensor made = allocate_vector(op, argument, count, real, like);
+  Tensor made = allocate(op, argument, &count, dim, code, like);
   torch::stable::zero_(made);
   return made;
 }

@@ -67,10 +67,34 @@ inline std::string dtype_text(ScalarType dtype) {
   }
 }
 
+inline int32_t dtype_code(const Tensor& t) {
+  int32_t code = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &code));
+  return code;
+}
+
+// By one call of the ABI where Tensor::scalar_type() makes up to 20.
+inline ScalarType scalar_type_of(const Tensor& t) {
+  struct Known {
+    int32_t code;
+    ScalarType type;
+  };
+  static const Known all[] = {{aoti_torch_dtype_bfloat16(), ScalarType::BFloat16},
+                              {aoti_torch_dtype_float32(), ScalarType::Float},
+                              {aoti_torch_dtype_float16(), ScalarType::Half},
+                              {aoti_torch_dtype_int64(), ScalarType::Long},
+                              {aoti_torch_dtype_float8_e4m3fn(), ScalarType::Float8_e4m3fn},
+                              {aoti_torch_dtype_float8_e5m2(), ScalarType::Float8_e5m2}};
+  const int32_t code = dtype_code(t);
+  for (const Known& known : all)
+    if (known.code == code) return known.type;
+  return t.scalar_type();
+}
+
 // The dtype of a required argument. The dispatcher lets Python's None pass as an undefined tensor.
 inline ScalarType dtype_of(const char* op, const char* argument, const Tensor& t) {
   if (!t.defined()) refuse(op, argument, "a tensor", "None");
-  return t.scalar_type();
+  return scalar_type_of(t);
 }
 
 // The dtype of a floating-point tensor that the kernels support.
@@ -138,10 +162,16 @@ inline void check_same_shape(const char* op, const char* argument, const Tensor&
   if (!same) refuse(op, argument, "shape " + shape_text(like), shape_text(t));
 }
 
+inline int32_t device_code(const Tensor& t) {
+  int32_t code = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &code));
+  return code;
+}
+
 // Compares the kind of device as well as its index: a meta tensor has index 0 too.
 inline void check_same_device(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
-  const auto a = t.device(), b = like.device();
-  if (a.type() != b.type() || a.index() != b.index()) refuse(op, argument, device_text(like), device_text(t));
+  if (t.get_device_index() != like.get_device_index() || device_code(t) != device_code(like))
+    refuse(op, argument, device_text(like), device_text(t));
 }
 
 // A tensor of a dtype, and of the shape and device of `like`.
@@ -184,10 +214,8 @@ inline void check_eps(const char* op, double eps) {
 // torch::stable::empty goes through the boxed dispatcher and costs about 1 us more.
 inline Tensor allocate_strided(const char* op, const char* argument, const int64_t* sizes, const int64_t* strides,
                                int64_t dim, int32_t dtype, const Tensor& like) {
-  int32_t device_type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle = nullptr;
-  if (aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, like.get_device_index(), &handle) !=
+  if (aoti_torch_empty_strided(dim, sizes, strides, dtype, device_code(like), like.get_device_index(), &handle) !=
       AOTI_TORCH_SUCCESS) {
     std::string text;
     for (int64_t i = 0; i < dim; ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
@@ -218,12 +246,6 @@ inline Tensor allocate(const char* op, const char* argument, const int64_t* size
     stride *= sizes[i] > 0 ? sizes[i] : 1;
   }
   return allocate_strided(op, argument, sizes, strides, dim, dtype, like);
-}
-
-inline int32_t dtype_code(const Tensor& t) {
-  int32_t code = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &code));
-  return code;
 }
 
 inline Tensor allocate_like(const char* op, const char* argument, const Tensor& like) {

@@ -33,6 +33,15 @@ inline variable_list linear_gradients(const Op& op, Backward& b) {
   return result;
 }
 
+// The weight's gradient is of the bytes of x that the forward made; of x itself by blocks and where it was not cast.
+inline variable_list scaled_linear_gradients(const Op& op, Backward& b) {
+  constexpr size_t kData = 9, kScaling = 11, kHigh = 14, kNewData = 3;  // of the forward's arguments, of its outputs
+  constexpr int64_t kBlock = 2;
+  if (b.arguments[kScaling].toInt() != kBlock && !b.arguments[kHigh].toBool())
+    for (const size_t i : {0, 1}) b.arguments[kData + i] = b.outputs[kNewData + i];
+  return raw_gradients(op, b);
+}
+
 inline variable_list matmul_symmetric_gradients(const Op&, Backward& b) {
   return {at::matmul(b.grads[0].add(b.grads[0].mT()), b.arguments[0].toTensor())};
 }
@@ -93,8 +102,10 @@ inline at::Tensor scaled_linear(const at::Tensor& x, const at::Tensor& weight,
                                 const std::optional<at::Tensor>& bias = std::nullopt,
                                 const ScaledLinearOptions& options = {}) {
   static const detail::Op op({.name = "scaled_linear",
-                              .constants = {{"transposed", c10::IValue()},
-                                            {"transposed_scale", c10::IValue()},
+                              .gradients = detail::scaled_linear_gradients,
+                              .saved = {"new_data", "new_scale"},
+                              .constants = {{"turned", c10::IValue()},
+                                            {"turned_scale", c10::IValue()},
                                             {"x_turned", c10::IValue()},
                                             {"x_turned_scale", c10::IValue()}},
                               .python_has_second_derivatives = false});

@@ -74,8 +74,9 @@ struct OpRule {
 //   <argument>        an argument of the forward
 //   <output>          an output of the forward
 //   d<output>         the gradient of an output
+//   <argument>_dtype  the dtype of an argument of the forward that is not saved
 struct Op {
-  enum class From { wanted, argument, output, gradient, constant };
+  enum class From { wanted, argument, dtype, output, gradient, constant };
   struct Source {
     From from;
     size_t index = 0;
@@ -131,6 +132,8 @@ struct Op {
     if (name.starts_with("want_d")) return {From::wanted, position(arguments, name.substr(6)).value()};
     if (const auto i = position(arguments, name)) return {From::argument, *i};
     if (const auto i = position(returns, name)) return {From::output, *i};
+    if (name.ends_with("_dtype"))
+      if (const auto i = position(arguments, name.substr(0, name.size() - 6))) return {From::dtype, *i};
     if (const auto i = position(returns, name.substr(1))) return {From::gradient, *i};
     if (name == "dlse") return source_of("dlogsumexp");
     throw std::logic_error(rule.backward + ": " + name + ": expected a name of " + rule.forward + ", got another");
@@ -181,7 +184,7 @@ inline variable_list raw_gradients(const Op& op, const Backward& b, const c10::O
     const size_t i = source.index;
     c10::IValue value = source.constant;
     if (source.from == Op::From::wanted) value = static_cast<bool>(b.wanted[i]);
-    if (source.from == Op::From::argument) value = b.arguments[i];
+    if (source.from == Op::From::argument || source.from == Op::From::dtype) value = b.arguments[i];
     if (source.from == Op::From::output) value = b.outputs[i];
     if (source.from == Op::From::gradient) {
       const bool optional = raw.schema().arguments()[stack.size()].type()->kind() == c10::TypeKind::OptionalType;
@@ -196,6 +199,8 @@ inline variable_list raw_gradients(const Op& op, const Backward& b, const c10::O
   }
   variable_list gradients = call_raw(raw, std::move(stack));
   if (!at::GradMode::is_enabled()) return gradients;
+  for (at::Tensor& gradient : gradients)
+    if (!gradient.defined()) gradient = at::empty(0);  // a Function gives no undefined tensors
   return std::apply([&](const auto&... slot) { return RefuseDerivative::apply(op, gradients, slot...); }, slots);
 }
 

@@ -51,23 +51,7 @@ __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock                    
     for (; i < count; i += team.size, slot += slot_step) visit(team.begin + i, device::load(slot));
   };
   const auto request = [&](const Problem<T>& at) {
-    const int count = team.count(at.vectors_read());
-    const int first = max(at.row.first_whole() - team.begin, 0), end = min(at.row.end_whole() - team.begin, count);
-    const Packed* from = reinterpret_cast<const Packed*>(at.row.base - at.row.phase) + team.begin;
-    if (bulk && threadIdx.x == 0) {
-      const int bytes = max(end - first, 0) * 16;
-      device::mbarrier_arrive_expect(arrived, bytes);
-      if (bytes > 0) device::bulk_load(stage + first, from + first, bytes, arrived);
-    }
-    if (bulk && first == 0 && end == count) return;
-    Packed* slot = stage;
-    for (int i = team.lane; i < count; i += team.size, slot += slot_step) {
-      if (i < first || i >= end)
-        *slot = at.row.load(team.begin + i);
-      else if (!bulk)
-        device::copy_async<16>(slot, from + i);
-    }
-    if (!bulk) device::copy_async_commit();
+    tiles::request_row(at.row, team, at.vectors_read(), stage, bulk, arrived);
   };
   if (kBlock && (bulk || team.cluster > 1)) {
     if (threadIdx.x == 0) {
@@ -99,7 +83,7 @@ __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock                    
     x.top = x.m = largest.value();
     if constexpr (kGeneral)
       if (team.lane < count) x.m = o.capped<T, kTerms>(x.m);
-    share_max(x, kBlock ? 32 : team.size);
+    x.m = max_of_lanes(x.m, kBlock ? 32 : team.size);
     if (p.argmax && x.top != kMinusInfinity && (kGeneral || x.top == x.m)) {
       Packed* slot = stage;
       for (x.at = team.begin + team.lane; max_of<T>(device::load(slot)) != x.top; slot += slot_step) x.at += team.size;
@@ -128,7 +112,7 @@ __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock                    
       x.set(sum);
       x.s /= exponential.unit(x.m);
     }
-    x = exchange.over_row<T, kBlock, kTerms, true>(x, team, p.argmax);
+    x = exchange.over_row<true>(x, team, SumsOfRow<T, kTerms>{p.argmax != nullptr});
     auto g = gradient_of<T, kGradient>(p, o, at, x.m, x.s, denominator);
     g.set_factor(g.k, x.m);
     if (at.exists && (g.hot < 0 ? team.lane == 0 && team.begin == 0 : team.owns(g.hot, schedule.by_lanes))) {
@@ -219,7 +203,7 @@ template <class T, Terms kTerms> __global__ void __launch_bounds__(512, 1)
     }
     x.set(sum);
     x.s /= exponential.unit(x.m);
-    x = exchange.over_row<T, true, kTerms, false>(x, team, p.argmax);
+    x = exchange.over_row<false>(x, team, SumsOfRow<T, kTerms>{p.argmax != nullptr});
     auto g = gradient_of<T, kTerms>(p, o, at, x.m, x.s, denominator);
     g.set_factor(g.k, x.m);
     if (g.hot < 0 ? team.lane == 0 : team.owns(g.hot, schedule.by_lanes)) {

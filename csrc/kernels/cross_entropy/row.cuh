@@ -7,133 +7,16 @@
 #include "kernels/cross_entropy/cross_entropy.h"
 #include "kernels/cross_entropy/sums.cuh"
 
-// What the cross_entropy kernels share: rows as aligned vectors, the exponential, and the gradient of an element.
+// What the cross_entropy kernels share: options, the sums of an element and its gradient.
 namespace warpsmith::cross_entropy {
-
-template <class T> __device__ __forceinline__ float element(const Packed& x, int n) {
-  if constexpr (sizeof(T) == 2)
-    return device::to_float(T{static_cast<uint16_t>(n % 2 ? x.at[n / 2] >> 16 : x.at[n / 2])});
-  else
-    return __uint_as_float(x.at[n]);
-}
-
-template <class T, int N> __device__ __forceinline__ Packed packed(const float (&x)[N]) {
-  Packed y;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 2)
-      y.at[i] = device::pack<T>(x[2 * i], x[2 * i + 1]);
-    else
-      y.at[i] = __float_as_uint(x[i]);
-  }
-  return y;
-}
-
-// A row as vectors of N elements, each aligned to 16 bytes. Vector i holds columns [i * N - phase, (i + 1) * N -
-// phase). Only the first and last vectors may reach outside the row.
-template <class T> struct Row {
-  static constexpr int N = 16 / sizeof(T);
-  T* base;  // address of column 0
-  int phase;
-  int columns;
-
-  __device__ __forceinline__ Row(const void* tensor, int64_t offset, int columns)
-      : base(const_cast<T*>(static_cast<const T*>(tensor)) + offset),
-        phase(static_cast<int>(reinterpret_cast<uintptr_t>(base) % 16 / sizeof(T))),
-        columns(columns) {}
-
-  __device__ __forceinline__ int vectors() const { return (phase + columns + N - 1) / N; }
-  // Vectors [first_whole, end_whole) lie inside the row.
-  __device__ __forceinline__ int first_whole() const { return phase != 0; }
-  __device__ __forceinline__ int end_whole() const { return (phase + columns) / N; }
-  __device__ __forceinline__ int first_column(int vector) const { return vector * N - phase; }
-  __device__ __forceinline__ bool has(int column) const {
-    return static_cast<unsigned>(column) < static_cast<unsigned>(columns);
-  }
-  __device__ __forceinline__ bool whole(int column) const { return column >= 0 && column + N <= columns; }
-
-  // Loads one vector. Elements outside the row are -inf.
-  __device__ __forceinline__ Packed load(int vector) const {
-    const int column = first_column(vector);
-    if (whole(column)) return device::load(reinterpret_cast<const Packed*>(base + column));
-    Packed x = {};
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const T element = has(column + n) ? device::load(base + column + n) : device::from_float<T>(kMinusInfinity);
-      if constexpr (sizeof(T) == 2)
-        x.at[n / 2] |= static_cast<uint32_t>(element.bits) << n % 2 * 16;
-      else
-        x.at[n] = __float_as_uint(element);
-    }
-    return x;
-  }
-
-  // Stores one vector whose first element is `column`. Its alignment may be that of another row, with another phase.
-  __device__ __forceinline__ void store(int column, const Packed& y) const {
-    if (whole(column) && (column + phase) % N == 0) {
-      device::store(reinterpret_cast<Packed*>(base + column), y);
-      return;
-    }
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-      if (has(column + n)) {
-        if constexpr (sizeof(T) == 2)
-          device::store(base + column + n, T{static_cast<uint16_t>(y.at[n / 2] >> n % 2 * 16)});
-        else
-          device::store(base + column + n, __uint_as_float(y.at[n]));
-      }
-  }
-};
 
 template <class T> __device__ __forceinline__ float tanh_of(float x) {
   if constexpr (sizeof(T) == 4) return tanhf(x);
   return device::tanh(x);
 }
 
-// The next float away from zero, or towards zero.
-__device__ __forceinline__ float neighbour(float x, bool away) {
-  return __uint_as_float(__float_as_uint(x) + (away ? 1u : ~0u));
-}
-
-// e^(z - m) for a row's elements z and their maximum m. Gives 0 for z = -inf, also if m is -inf.
-//
-// float32 and capped logits subtract first. 16-bit logits use 2^(scale z + offset): one fused multiply-add. The offset
-// is rounded so that m itself gives at most 1. The rounding multiplies all exponentials of a row by the same factor,
-// unit(m).
-template <class T, Terms kTerms> struct Exponential {
-  static constexpr bool kFused = sizeof(T) == 2 && kTerms == Terms::plain;
-  static constexpr float kUnits = kFused ? kLn2 : 1.f;  // unit of argument()
-  float scale, offset;
-
-  __device__ __forceinline__ explicit Exponential(float m) {
-    if (m == kMinusInfinity) m = 0.f;
-    scale = kLog2E;
-    offset = m;
-    if constexpr (kFused) {
-      const float product = m * kLog2E;
-      offset = -(fmaf(m, kLog2E, -product) > 0.f ? neighbour(product, product > 0.f) : product);
-    }
-    // Beyond 65,536 bfloat16 numbers are 256 and more apart, so only elements equal to m count. The scale becomes a
-    // power of two: nothing overflows, and m gives exactly 1.
-    if constexpr (kFused && std::is_same_v<T, bfloat16>)
-      if (fabsf(m) >= 65536.f && fabsf(m) < -kMinusInfinity) {
-        scale = __uint_as_float((270u << 23) - (__float_as_uint(m) & 0x7f800000u));
-        offset = -(m * scale);
-      }
-  }
-  __device__ __forceinline__ float argument(float z) const { return kFused ? fmaf(z, scale, offset) : z - offset; }
-  __device__ __forceinline__ static float of_argument(float x) {
-    if constexpr (kFused) return device::exp2(x);
-    if constexpr (sizeof(T) == 2) return device::exp(x);
-    return expf(x);
-  }
-  __device__ __forceinline__ float operator()(float z) const { return of_argument(argument(z)); }
-  // e^0 as computed: the value for z = m.
-  __device__ __forceinline__ float unit(float m) const {
-    if constexpr (kFused) return m == kMinusInfinity ? 1.f : (*this)(m);
-    return 1.f;
-  }
-};
+// Softcap and entropies need the exponent itself, so that only plain terms may be fused.
+template <class T, Terms kTerms> using Exponential = tiles::Exponential<T, kTerms == Terms::plain>;
 
 __device__ __forceinline__ float real_at(const void* p, int64_t i, float otherwise) {
   return p ? device::load(static_cast<const float*>(p) + i) : otherwise;
@@ -224,40 +107,6 @@ template <class T> struct EntropySums {
     x.s /= unit;
   }
 };
-
-// The largest logit of some vectors. It is found before softcap, which keeps the order. 16-bit elements in pairs.
-template <class T> struct Largest {
-  static constexpr bool kPairs = sizeof(T) == 2;
-  Packed held;
-
-  __device__ __forceinline__ Largest() {
-    uint32_t none = __float_as_uint(kMinusInfinity);
-    if constexpr (kPairs) none = device::pack<T>(kMinusInfinity, kMinusInfinity);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) held.at[n] = none;
-  }
-  __device__ __forceinline__ void add(const Packed& x) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      if constexpr (kPairs)
-        held.at[n] = device::max_halves<T>(held.at[n], x.at[n]);
-      else
-        held.at[n] = __float_as_uint(fmaxf(__uint_as_float(held.at[n]), __uint_as_float(x.at[n])));
-    }
-  }
-  __device__ __forceinline__ float value() const {
-    float m = element<T>(held, 0);
-#pragma unroll
-    for (int n = 1; n < Row<T>::N; ++n) m = fmaxf(m, element<T>(held, n));
-    return m;
-  }
-};
-
-template <class T> __device__ __forceinline__ float max_of(const Packed& x) {
-  Largest<T> largest;
-  largest.add(x);
-  return largest.value();
-}
 
 // The capped elements of vector i. Elements outside the row are -inf.
 template <class T, Terms kTerms> __device__ __forceinline__ void unpack(const Packed& x, int i, const Row<T>& row,

@@ -1,45 +1,18 @@
 #pragma once
 #include <cstdint>
 
-#include "device/vector.h"
+#include "tiles/row_vectors.cuh"
 
 // The sums of a row's elements, and how to combine them.
 namespace warpsmith::cross_entropy {
 
-using device::Vector;
+using namespace tiles;
 
 // Which terms a kernel computes: the loss of plain logits; also the entropy and its gradient; or all of these with
 // softcap and label smoothing. Each step costs instructions per element.
 enum class Terms : uint8_t { plain, entropy, general };
 
-constexpr float kMinusInfinity = -__builtin_huge_valf();
 constexpr int kNowhere = 0x7fffffff;
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
-
-// Sixteen bytes of a row as stored: 16-bit elements stay packed in registers.
-using Packed = Vector<uint32_t, 4>;
-
-// sum += y; returns what rounding lost. Symmetric in its arguments, whichever is larger. Source: Knuth, The Art of
-// Computer Programming 2, 4.2.2, theorem B.
-__device__ __forceinline__ float add_exactly(float& sum, float y) {
-  const float x = sum;
-  sum = x + y;
-  const float part = sum - x;
-  return x - (sum - part) + (y - part);
-}
-
-// A sum of exponentials. float32 rows keep what rounding loses: if the largest element has nearly all the probability,
-// the error law allows one ulp of the sum. 16-bit rows use two independent chains of additions.
-template <class T> struct ExponentialSum {
-  float s = 0.f, other = 0.f;
-  __device__ __forceinline__ void add(float e, int n) {
-    if constexpr (sizeof(T) == 4) {
-      other += add_exactly(s, e);
-    } else {
-      (n % 2 ? other : s) += e;
-    }
-  }
-};
 
 // The sums of some elements z of a row, relative to their maximum. `at` is computed only on request.
 struct Sums {
@@ -101,21 +74,6 @@ __device__ __forceinline__ Sums no_elements() {
   return {kMinusInfinity, 0.f, 0.f, kNowhere, 0.f, kMinusInfinity, 0.f, 0.f};
 }
 
-// Calls step(d) for the distances of a butterfly exchange among `lanes` adjacent threads (a power of two). Unrolled: a
-// loop would cost more than its steps.
-template <class Step> __device__ __forceinline__ void for_distances(int lanes, Step&& step) {
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2)
-    if (d < lanes) step(d);
-}
-
-// Gives groups of `lanes` threads one maximum before they sum anything, so that their sums need no rescaling.
-__device__ __forceinline__ void share_max(Sums& x, int lanes) {
-  float m = x.m;
-  for_distances(lanes, [&](int d) { m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d)); });
-  x.m = m;
-}
-
 // Combines the sums of groups of `lanes` threads. Every thread gets the result. The whole warp must call it. `places`:
 // `at` is wanted. kShared: x.m is already the same in all threads.
 template <class T, Terms kTerms, bool kShared> __device__ __forceinline__ Sums combine(Sums x, int lanes, bool places) {
@@ -145,5 +103,20 @@ template <class T, Terms kTerms, bool kShared> __device__ __forceinline__ Sums c
   });
   return x;
 }
+
+// The sums of a row, as tiles::Exchange wants them. `places`: `at` is wanted. If x.m is the same in the whole warp
+// (kShared), x.at is set only in the lane that holds it.
+template <class T, Terms kTerms> struct SumsOfRow {
+  using Sums = cross_entropy::Sums;
+  static constexpr int kPieces = Sums::kPieces<T, kTerms>;
+  bool places;
+
+  __device__ __forceinline__ static Sums none() { return no_elements(); }
+  __device__ __forceinline__ static Packed piece(const Sums& x, int i) { return x.piece<T, kTerms>(i); }
+  __device__ __forceinline__ static void take(Sums& x, int i, const Packed& y) { x.take<T, kTerms>(i, y); }
+  template <bool kShared> __device__ __forceinline__ Sums combine(const Sums& x, int lanes) const {
+    return cross_entropy::combine<T, kTerms, kShared>(x, lanes, places);
+  }
+};
 
 }  // namespace warpsmith::cross_entropy

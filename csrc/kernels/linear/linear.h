@@ -40,9 +40,9 @@ Status mirror_cuda(const MirrorParams& params, void* stream);
 Status mirror_cpu(const MirrorParams& params, const Parallel& parallel);
 
 // out = epilogue(sum over k of a[m, k] b[n, k]) by the Hopper kernels. The rows of a matrix are adjacent or `stride`
-// elements apart.
+// elements apart. 8-bit floats are counted in pairs: `inner` and the strides of a and b are half of their numbers.
 struct ProductParams {
-  const void *a = nullptr, *b = nullptr;  // dtype, as the layout says
+  const void *a = nullptr, *b = nullptr;  // dtype or 8-bit floats, as the layout says
   const void* up = nullptr;               // of `gated`: a second b
   int64_t a_stride = 0, b_stride = 0, up_stride = 0;
   void* out = nullptr;                             // [rows, columns], contiguous; float for `wide`
@@ -66,6 +66,11 @@ struct ProductParams {
   int64_t batches = 1;        // likewise: matrices of a, b, z and out, so many elements apart
   int64_t a_apart = 0, b_apart = 0, z_apart = 0;
   Dtype dtype = Dtype::bfloat16;
+  // 8-bit floats: a sum is multiplied by both scales before the bias is added.
+  ProductFactors factors = ProductFactors::halves;
+  const float *a_scale = nullptr, *b_scale = nullptr;  // [rows], [columns], or [1] each; null: 1
+  bool scales_of_rows = false;                         // whether there is one a row and one a column
+  bool promotes = false;                               // sums of more than 128 terms are made in float32
 };
 
 // Whether the kernels multiply the problem, and which. Depends on the current device and on what has been asked for.

@@ -48,11 +48,13 @@ bool is_aligned(const ProductParams& p) {
          rows_fit(p.up_z, p.z_stride, p.rows) && rows_on_16_bytes(p.a, p.a_apart, p.batches, p.dtype) &&
          rows_on_16_bytes(p.b, p.b_apart, p.batches, p.dtype) && rows_on_16_bytes(p.z, p.z_apart, p.batches, p.dtype) &&
          rows_on_16_bytes(p.out, p.rows * p.columns, p.batches, p.dtype) && on_16_bytes(p.bias) &&
-         on_16_bytes(p.up_bias) && ((!p.bias && !p.up_bias && !hands_over(p.epilogue)) || p.columns % 8 == 0);
+         on_16_bytes(p.up_bias) && (!p.scales_of_rows || on_16_bytes(p.b_scale)) &&
+         ((!p.bias && !p.up_bias && !p.b_scale && !hands_over(p.epilogue)) || p.columns % 8 == 0);
 }
 
 Status multiply(const ProductParams& p, const ProductKernel& kernel, void* stream) {
   if constexpr (kHopperProducts) {
+    if (kernel.float8()) return linear::product_float8_sm90(p, kernel, stream);
     switch (kernel.layout) {
       case ProductLayout::nt: return linear::product_nt_sm90(p, kernel, stream);
       case ProductLayout::nn: return linear::product_nn_sm90(p, kernel, stream);
@@ -80,6 +82,8 @@ Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
                                            : OwnProduct::always;
   problem.tile_rows = how > kWhereItPays ? how : 0;
   problem.batches = p.batches;
+  problem.factors = p.factors;
+  problem.promotes = p.promotes;
   if (problem.asked != OwnProduct::never) {
     DeviceProperties device;
     WARPSMITH_RETURN_IF_FAILED(device_properties(device));

@@ -25,6 +25,13 @@ enum class ProductEpilogue : uint8_t {
   symmetric,   // out = alpha sum + beta z, of the rounded product; symmetric: tiles below the diagonal are mirrored
 };
 
+// Of a product. 8-bit floats multiply in layout nt alone, with `store`: the scaled sum is stored.
+enum class ProductFactors : uint8_t {
+  halves = 1,  // two matrices of the result's dtype
+  e4m3,        // two of float8_e4m3
+  e5m2,        // a of float8_e5m2, b of float8_e4m3
+};
+
 // Whether the warps beside the loader compute it, from sums that the consumers hand over.
 constexpr bool hands_over(ProductEpilogue e) {
   return e == ProductEpilogue::activate || e == ProductEpilogue::residual || e == ProductEpilogue::derivative;
@@ -38,7 +45,7 @@ constexpr int kFinishers = 3;      // warps of a block, where panels are handed 
 constexpr int64_t partial_rows(int64_t rows) { return (rows + 127) / 128 * kFinishers; }
 
 struct ProductTile {
-  int rows, columns, stages;          // of a block; stages of 64 k
+  int rows, columns, stages;          // of a block; stages of 128 bytes of k
   int cluster_rows, cluster_columns;  // blocks; they share operands by multicast
 
   constexpr int cluster() const { return cluster_rows * cluster_columns; }
@@ -52,11 +59,16 @@ struct ProductTile {
 struct ProductKernel {
   ProductLayout layout;
   ProductEpilogue epilogue;
-  bool splits;       // the sums of the last, incomplete wave of tiles, over all clusters
-  ProductTile tile;  // last and never 0: g++ drops zeros at the end of a name, nvcc does not
+  bool splits;  // the sums of the last, incomplete wave of tiles, over all clusters
+  ProductTile tile;
+  bool promotes = false;  // `float8`: adds what a stage gives to sums outside the tensor core, in float32
+  // Last and never 0: g++ drops zeros at the end of a name, nvcc does not.
+  ProductFactors factors = ProductFactors::halves;
 
+  constexpr bool float8() const { return factors != ProductFactors::halves; }
+  constexpr int accumulators() const { return tile.accumulators() * (promotes ? 2 : 1); }  // of a thread
   // Whether a finished tile is rounded at once, and stored while the products of the next one run.
-  constexpr bool defers() const { return epilogue != ProductEpilogue::wide && tile.accumulators() <= 128; }
+  constexpr bool defers() const { return epilogue != ProductEpilogue::wide && accumulators() <= 128; }
   constexpr bool reads() const {
     return epilogue == ProductEpilogue::residual || epilogue == ProductEpilogue::derivative;
   }
@@ -71,12 +83,15 @@ struct ProductKernel {
   constexpr int panels() const { return tile.rows / 128 * tile.columns / 64; }  // 16 x 64 sums of a consumer's warp
   constexpr int columns() const { return gated() ? tile.columns / 2 : tile.columns; }  // of out in a tile
   constexpr bool takes_bias() const { return layout == ProductLayout::nt && !symmetric(); }
+  // Of a column in shared memory: its bias, behind which lie the scales of all.
+  constexpr int vector_bytes() const { return tile.columns * (float8() ? 6 : 2); }
   constexpr bool operator==(const ProductKernel&) const = default;
 };
 
-constexpr ProductTile kWideTile{128, 256, 4, 2, 1};   // shares the longer side, which costs the least energy
-constexpr ProductTile kTallTile{256, 128, 4, 1, 2};   // as fast within 0.4 %; for comparisons alone
-constexpr ProductTile kLargeTile{256, 192, 3, 2, 1};  // fills waves that the others leave half empty
+constexpr ProductTile kWideTile{128, 256, 4, 2, 1};      // shares the longer side, which costs the least energy
+constexpr ProductTile kTallTile{256, 128, 4, 1, 2};      // as fast within 0.4 %; for comparisons alone
+constexpr ProductTile kLargeTile{256, 192, 3, 2, 1};     // fills waves that the others leave half empty
+constexpr ProductTile kPromotedTile{128, 192, 4, 2, 1};  // leaves registers for sums twice
 constexpr ProductKernel kProducts[] = {
     {ProductLayout::nt, ProductEpilogue::store, false, kWideTile},
     {ProductLayout::nt, ProductEpilogue::store, false, kTallTile},
@@ -93,6 +108,10 @@ constexpr ProductKernel kProducts[] = {
     {ProductLayout::tn, ProductEpilogue::wide, false, kLargeTile},
     {ProductLayout::tn, ProductEpilogue::wide, true, kWideTile},
     {ProductLayout::tn, ProductEpilogue::symmetric, false, kWideTile},
+    {ProductLayout::nt, ProductEpilogue::store, false, kWideTile, false, ProductFactors::e4m3},
+    {ProductLayout::nt, ProductEpilogue::store, false, kWideTile, false, ProductFactors::e5m2},
+    {ProductLayout::nt, ProductEpilogue::store, false, kPromotedTile, true, ProductFactors::e4m3},
+    {ProductLayout::nt, ProductEpilogue::store, false, kPromotedTile, true, ProductFactors::e5m2},
 };
 
 // WARPSMITH_OWN_PRODUCT: where it was measured to pay, wherever it can run ("1"), or not ("0").
@@ -103,7 +122,7 @@ struct ProductProblem {
   int64_t rows = 0, columns = 1, inner = 1;
   ProductLayout layout = ProductLayout::nt;
   ProductEpilogue epilogue = ProductEpilogue::store;
-  bool half = true;     // operands of 16 bits
+  bool half = true;     // the result has 16 bits, and so have factors that are not 8-bit floats
   bool aligned = true;  // bases and rows of all matrices on 16 bytes
   bool rival = false;   // `activate` and `derivative`: cuBLASLt has this activation
   bool kept = false;    // `activate`: with the pre-activation
@@ -112,6 +131,8 @@ struct ProductProblem {
   bool sm90a_code = true;
   int multiprocessors = 132;
   int64_t batches = 1;  // of `symmetric`
+  ProductFactors factors = ProductFactors::halves;
+  bool promotes = false;  // 8-bit floats: sums of more than 128 terms are made in float32
 };
 
 struct ProductPlan {
@@ -200,9 +221,17 @@ constexpr ProductPlan choose_product(const ProductProblem& p) {
   if (p.rows >= kMostSize || p.columns >= kMostSize || p.inner >= kMostSize)
     return {nullptr, "the library's product: ours counts rows and columns below 2^31"};
   if (p.rows == 0 || p.columns == 0 || p.inner == 0) return {nullptr, "nothing to multiply"};
+  if (p.factors != ProductFactors::halves) {
+    if (p.asked == OwnProduct::automatic)
+      return {nullptr, "the library's product: ours of 8-bit floats has not been measured"};
+    const ProductTile& tile = p.promotes ? kPromotedTile : kWideTile;
+    return {find_product({p.layout, p.epilogue, false, tile, p.promotes, p.factors}),
+            p.promotes ? "our product: sums of 128 terms are added up in float32"
+                       : "our product: the tensor core adds up all terms"};
+  }
   if (const char* why = p.asked == OwnProduct::automatic ? product_does_not_pay(p) : nullptr) return {nullptr, why};
   for (const ProductKernel& k : kProducts)
-    if (k.tile.rows == p.tile_rows && !k.splits && k.layout == p.layout && k.epilogue == p.epilogue)
+    if (k.tile.rows == p.tile_rows && !k.splits && !k.float8() && k.layout == p.layout && k.epilogue == p.epilogue)
       return {&k, "our product: its tile was asked for"};
   const ProductKernel *wide = find_product({p.layout, p.epilogue, false, kWideTile}),
                       *large = find_product({p.layout, p.epilogue, false, kLargeTile});

@@ -17,12 +17,12 @@ using namespace quantize;
 
 namespace {
 
-template <Finish kFinish> Status finish(const Partials& p, void* stream) {
+template <Finish kFinish, class T = float> Status finish(const Partials& p, void* stream) {
   if (p.items == 0) return {};
   LaunchConfig config;
   config.grid.x = static_cast<unsigned>(ceil_div(p.items, kFinishItems));
   config.block.x = kFinishItems * kFinishParts;
-  return launch(finish_items<kFinish>, config, stream, p);
+  return launch(finish_items<kFinish, T>, config, stream, p);
 }
 
 // Zeros behind an address; null: none. A copy engine's write needs less of the host than a kernel.
@@ -93,7 +93,8 @@ Status cast_tiles(const QuantizeParams& p, const QuantizeConfig& c, Tiles t, voi
     WARPSMITH_RETURN_IF_FAILED(scales_of_nothing(p, stream));
   }
   if (!p.column_sums) return {};
-  return finish<Finish::sum>({t.column_sums, p.column_sums, t.down, p.columns, {}, false}, stream);
+  const Partials sums{t.column_sums, p.column_sums, t.down, p.columns, {}, false};
+  return visit_cuda_dtype(p.sums_dtype, [&]<class T>() { return finish<Finish::sum, T>(sums, stream); });
 }
 
 }  // namespace
@@ -101,8 +102,7 @@ Status cast_tiles(const QuantizeParams& p, const QuantizeConfig& c, Tiles t, voi
 Status quantize_cuda(const QuantizeParams& p, void* stream) {
   if (size_bytes(p.dtype) > 4) return no_cuda_kernel(p.dtype);
   const QuantizeConfig c = choose_quantize(problem_of(p));
-  WARPSMITH_RETURN_IF_FAILED(clear(p.counts, 2 * sizeof *p.counts, stream));
-  WARPSMITH_RETURN_IF_FAILED(clear(p.amax, sizeof *p.amax, stream));
+  if (!p.counts_are_zeros) WARPSMITH_RETURN_IF_FAILED(clear(p.counts, 2 * sizeof *p.counts, stream));
   Tiles t = tiles_of(p.x, p.rows, p.columns, p.x_stride, p.dtype);
   t.column_factor = p.column_factor;
   t.row_factor = p.row_factor;

@@ -20,8 +20,8 @@ struct QuantizeParams {
   void* transposed;         // [columns, rows], float8, contiguous; null: not wanted
   float* scale;             // of data; with Fp8Scaling::tensor of both. Read if `given`, else written
   float* transposed_scale;  // of transposed, not for Fp8Scaling::tensor. Read if `given`, else written
-  float* column_sums;       // [columns], of x; null: not wanted
-  float* amax;              // [], the largest finite magnitude of x; beside given scales; null: not wanted
+  void* column_sums;        // [columns], of x, made in float32, of sums_dtype; null: not wanted
+  float* amax;              // [], zero: the largest finite magnitude of x; beside given scales; null: not wanted
   int64_t* counts;          // [2]: saturated elements, elements that are not finite; null: not wanted
   float* workspace;         // [quantize_workspace_elems(...)]; CUDA alone
   float* maxima;            // [quantize_maxima_elems(...)], zeros; CUDA alone
@@ -31,8 +31,10 @@ struct QuantizeParams {
   const float* row_factor;     // [factor_rows], in transposed; rows behind are multiplied by 1
   int64_t rows, columns, x_stride, factor_rows;
   Fp8Scaling scaling;
-  bool given, power_of_two, e5m2;
-  Dtype dtype;
+  bool given;
+  bool counts_are_zeros;  // else they are cleared first
+  bool power_of_two, e5m2;
+  Dtype dtype, sums_dtype = Dtype::float32;
 };
 // Scales are [rows, 1] and [columns, 1] for Fp8Scaling::row, [rows, blocks of columns] and [columns, blocks of rows]
 // for block, [blocks of rows, blocks of columns] and its transpose for block2d, all contiguous.

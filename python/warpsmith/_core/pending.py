@@ -1,84 +1,87 @@
-"""Totals on a device that many small results are added to: a launch takes many of them."""
+"""Totals on a device that many small results are added to: a few launches take those of all totals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from threading import Lock
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.utils.weak import WeakIdKeyDictionary
 
-_MOST = 32
-_unsettled = WeakIdKeyDictionary()
-
-
-def total_of(total: Tensor) -> Tensor:
-    """Makes a tensor a total. With a dimension it is a sum, without one a maximum of magnitudes."""
-    total.pending = []  # type: ignore[attr-defined]
-    return total
+_MOST = 2048
+_Pair = tuple[Tensor, Tensor]  # a total and a result
+_pending: dict[tuple[int, int], list[_Pair]] = {}  # by device and stream
+_lock = Lock()
 
 
-def _capturing(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def stream_of(t: Tensor) -> int:
+    """The current stream of a tensor's device, by the call that Triton makes: torch.cuda's takes 5 us."""
+    return torch._C._cuda_getCurrentRawStream(t.device.index) if t.is_cuda else 0
 
 
 @torch.no_grad()
-def _add(total: Tensor, found: Tensor) -> None:
-    if total.dim():
+def note(total: Tensor | None, found: Tensor | None) -> None:
+    """Adds to a total: with a dimension it is a sum, without one a maximum of magnitudes. In graphs, which are captured
+    or compiled, at once. What has another number of dimensions is no result."""
+    if total is None or found is None or found.dim() != total.dim():
+        return
+    if not is_compiling() and type(found) is Tensor and not _capturing():
+        note_later(total, found.detach(), stream_of(found))
+    elif total.dim():
         total.add_(found)
     else:
         torch.maximum(total, found, out=total)
 
 
-def note(total: Tensor | None, found: Tensor | None) -> None:
-    """Adds to a total: it keeps a list. In graphs, which are captured or compiled, at once. What has another number of
-    dimensions is no result."""
-    if total is None or found is None or found.dim() != total.dim():
-        return
-    found = found.detach() if found.requires_grad else found
-    if is_compiling() or type(found) is not Tensor or _capturing(found):
-        _add(total, found)
-        return
-    pending: list[Tensor] = total.pending  # type: ignore[attr-defined]
-    pending.append(found)
-    if len(pending) == 1 or total not in _unsettled:  # a copy's is not
-        _unsettled[total] = True
-    if len(pending) >= _MOST:
-        settled(total)
+def note_later(total: Tensor, found: Tensor, stream: int) -> None:
+    """The same of a plain result of the current stream, in no graph."""
+    place = found.get_device(), stream
+    pairs = _pending.get(place)
+    if pairs is None:
+        pairs = _pending.setdefault(place, [])
+    pairs.append((total, found))
+    if len(pairs) >= _MOST:
+        _settle(pairs)
 
 
-def _taken(total: Tensor) -> list[Tensor]:
-    """What is pending, and no longer is. What another thread notes meanwhile stays."""
-    pending: list[Tensor] = total.pending  # type: ignore[attr-defined]
-    taken = list(pending)
-    del pending[: len(taken)]
-    return taken
+def _rounds(pairs: list[_Pair]) -> Iterator[list[_Pair]]:
+    """What is pending, and no longer is, each total once in a round. What another thread notes meanwhile stays."""
+    with _lock:
+        rest = pairs[:]
+        del pairs[: len(rest)]
+    while rest:
+        first: dict[int, _Pair] = {}
+        rest = [pair for pair in rest if first.setdefault(id(pair[0]), pair) is not pair]
+        yield list(first.values())
+
+
+@torch.no_grad()
+def _settle(pairs: list[_Pair]) -> None:
+    for some in _rounds(pairs):
+        for sums in (True, False):
+            totals = [total for total, _ in some if bool(total.dim()) is sums]
+            found = [found for total, found in some if bool(total.dim()) is sums]
+            if not totals:
+                continue
+            # Forwards have kept them for a backward, and must not find them changed.
+            with torch.autograd._unsafe_preserve_version_counter(tuple(totals)):  # type: ignore[attr-defined]
+                (torch._foreach_add_ if sums else torch._foreach_maximum_)(totals, found)
+
+
+def settle() -> None:
+    """Settles all totals: before somebody reads them, or tensors of which he does not know what they are. Not into a
+    graph that is captured, which would add at each replay."""
+    if _pending and not _capturing():
+        for pairs in list(_pending.values()):
+            _settle(pairs)
 
 
 def settled(total: Tensor) -> Tensor:
     """A total with all that is pending."""
-    some = _taken(total)
-    if some:
-        stacked = torch.stack(some)
-        _add(total, stacked.sum(0) if total.dim() else stacked.amax())
+    settle()
     return total
-
-
-def settle() -> None:
-    """Settles all totals: before somebody reads tensors of which he does not know what they are."""
-    for total in list(_unsettled):
-        settled(total)
-    _unsettled.clear()
-
-
-def settled_all(maxima: Sequence[Tensor]) -> Tensor:
-    """Several maxima with all that is pending, in few launches; what was pending is dropped."""
-    found = torch.stack(list(maxima))
-    if _capturing(found):
-        return found
-    pending = [_taken(t) for t in maxima]
-    for i in range(max(map(len, pending), default=0)):
-        some = [p[i] if i < len(p) else t for p, t in zip(pending, maxima, strict=True)]
-        found = torch.maximum(found, torch.stack(some))
-    return found

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from warpsmith._core import checks
 from warpsmith._core.library import raw
 from warpsmith._core.modules import stock
-from warpsmith._core.pending import settled_all
+from warpsmith._core.pending import settle
 from warpsmith.amp.fp8_ranks import group_of_forward, require_same_layers
 from warpsmith.ops._linear import LINEAR, capability, under_autocast
 from warpsmith.ops._scaled_linear import (
@@ -43,6 +43,7 @@ class _Layer:
         return type(None), ()  # what is loaded is the layer as it was
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
+        settle()
         return _Layer(self.owner, self.name, copy.deepcopy(self.state, memo))
 
 
@@ -54,14 +55,15 @@ def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
     owner = layer.owner
     if not owner._is_compared and (group := group_of_forward()) is not None:
         owner._compare(group)
-    if layer.state.totals()[0].device != self.weight.device:
-        owner.renew(layer, self.weight.device)
+    weight = self.weight
+    if layer.state.device != weight.device:
+        owner.renew(layer, weight.device)
     if residual is not None:  # as linear takes it
         cast, residual = under_autocast(LINEAR, x=input, residual=residual)
         checks.same_dtype(LINEAR, "residual", residual, cast)  # type: ignore[arg-type]
         checks.same_shape(LINEAR, "residual", residual, (*input.shape[:-1], self.out_features))  # type: ignore[arg-type]
     recipe, emulate = owner.recipe, owner.emulate
-    y = scaled_linear(input, self.weight, self.bias, recipe=recipe, state=layer.state, emulate=emulate)
+    y = scaled_linear(input, weight, self.bias, recipe=recipe, state=layer.state, emulate=emulate)
     return y if residual is None else y + residual
 
 
@@ -124,11 +126,12 @@ class Fp8Layers:
             found_inf: one float32 element: where it is not 0, the step was skipped and the history stays.
                 ``scaler.found_inf(optimizer)``.
         """
-        states = self._states()
-        if self.recipe.amax != "delayed" or not states:
+        if self.recipe.amax != "delayed" or not self._modules:
             return
+        states = self._states()
         totals = [t for s in states for t in s.totals()[:2]]
-        recipe, amax = self.recipe, settled_all(totals).view(-1, 2)
+        settle()
+        recipe, amax = self.recipe, torch.stack(totals).view(-1, 2)
         if self.group is not None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, self.group)
         history, scales = self._tensors(amax.device)

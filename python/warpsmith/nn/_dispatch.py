@@ -125,6 +125,14 @@ def reason_for_torch_rms_norm(
     return reason_for_torch_layer_norm(dtype, device, weight_dtype, None, eps)
 
 
+def reason_for_torch_softmax(
+    dtype: torch.dtype, device: str = "cuda", result_dtype: torch.dtype | None = None
+) -> str | None:
+    if result_dtype not in (None, dtype) and not (result_dtype is torch.float32 and dtype in HALVES):
+        return f"the result is {result_dtype} beside {dtype}"
+    return _reason(dtype, device)
+
+
 def reason_for_torch_linear(
     dtype: torch.dtype,
     device: str = "cuda",
@@ -206,6 +214,8 @@ def reason_for_torch_scaled_dot_product_attention(
 
 register("nn.functional.layer_norm", "warpsmith.layer_norm", reason_for_torch_layer_norm)
 register("nn.functional.rms_norm", "warpsmith.rms_norm", reason_for_torch_rms_norm)
+register("nn.functional.softmax", "warpsmith.softmax", reason_for_torch_softmax)
+register("nn.functional.log_softmax", "warpsmith.log_softmax", reason_for_torch_softmax)
 register("nn.functional.linear", "warpsmith.linear", reason_for_torch_linear)
 register("nn.functional.cross_entropy", "warpsmith.cross_entropy", reason_for_torch_cross_entropy)
 register(

@@ -1,7 +1,8 @@
 """``torch.nn.functional`` with fused ops in it: ``import warpsmith.nn.functional as F`` in the place of torch's.
 
 Signatures, defaults, dtypes and meaning are torch's. ``layer_norm``, ``rms_norm``, ``group_norm``,
-``linear``, ``cross_entropy``, ``linear_cross_entropy`` and ``scaled_dot_product_attention`` run our ops where these
+``softmax``, ``log_softmax``, ``linear``, ``cross_entropy``, ``linear_cross_entropy`` and
+``scaled_dot_product_attention`` run our ops where these
 compute what torch's arguments say, and call torch where they do not;
 ``warpsmith.plan("nn.functional.layer_norm", dtype="float16")`` says which, and why. Every other name is torch's own.
 Under ``torch.autocast`` tensors are cast as torch casts them.
@@ -39,6 +40,7 @@ from warpsmith.nn._dispatch import (
     reason_for_torch_linear,
     reason_for_torch_linear_cross_entropy,
     reason_for_torch_scaled_dot_product_attention,
+    reason_for_torch_softmax,
 )
 from warpsmith.ops.attention import attention
 from warpsmith.ops.cross_entropy import cross_entropy as _cross_entropy
@@ -47,6 +49,8 @@ from warpsmith.ops.linear import linear as _linear
 from warpsmith.ops.linear_loss import linear_cross_entropy as _linear_cross_entropy
 from warpsmith.ops.norm import layer_norm as _layer_norm
 from warpsmith.ops.norm import rms_norm as _rms_norm
+from warpsmith.ops.softmax import log_softmax as _log_softmax
+from warpsmith.ops.softmax import softmax as _softmax
 
 
 def __getattr__(name: str) -> Any:
@@ -186,6 +190,51 @@ def rms_norm(
     rank = len(shape)
     y = _rms_norm(_flat(input, rank), _flat(weight, rank), eps)  # type: ignore[arg-type]
     return y if rank == 1 else y.view(input.shape)
+
+
+def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
+    """``torch.nn.functional.softmax`` by :func:`warpsmith.softmax` where ``dim`` is the last dimension.
+
+    Args: torch's.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> warpsmith.nn.functional.softmax(torch.zeros(1, 2), dim=-1)
+        tensor([[0.5000, 0.5000]])
+    """
+    result = _dtype_of_softmax("softmax", input, dim, dtype)
+    if result is None:
+        return _torch.softmax(input, dim, _stacklevel + 1, dtype)
+    return _softmax(input, dtype=result)
+
+
+def log_softmax(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``torch.nn.functional.log_softmax`` by :func:`warpsmith.log_softmax` where ``dim`` is the last dimension.
+
+    Args: torch's.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> warpsmith.nn.functional.log_softmax(torch.zeros(1, 2), dim=-1)
+        tensor([[-0.6931, -0.6931]])
+    """
+    result = _dtype_of_softmax("log_softmax", input, dim, dtype)
+    if result is None:
+        return _torch.log_softmax(input, dim, _stacklevel + 1, dtype)
+    return _log_softmax(input, dtype=result)
+
+
+def _dtype_of_softmax(op: str, input: Tensor, dim: int | None, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of the result where a call is ours, else None."""
+    if _overridden(input) or input.layout is not torch.strided or input.is_nested or is_dtensor(input):
+        return None
+    if dim not in (-1, input.dim() - 1) or input.dim() == 0:
+        return None
+    if dtype is None:
+        dtype = torch.float32 if input.dtype in HALVES and _autocasts(op + ".int", input) else input.dtype
+    return None if reason_for_torch_softmax(input.dtype, input.device.type, dtype) else dtype
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -23,6 +23,7 @@ from warpsmith.ops.norm import (
 from warpsmith.ops.optim import adamw
 from warpsmith.ops.quantize import dequantize_fp8, quantize_fp8
 from warpsmith.ops.rope import qk_norm_rope, rope
+from warpsmith.ops.softmax import log_softmax, softmax
 
 __all__ = [
     "CrossEntropyStats",
@@ -48,6 +49,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_log_prob",
+    "log_softmax",
     "matmul_symmetric",
     "mlp",
     "normalize_image",
@@ -58,6 +60,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "scaled_linear",
+    "softmax",
     "swiglu",
 ]
 

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from warpsmith._core import checks
-from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, is_batched, raw, register_fake
-from warpsmith._core.main_grad import is_gathered
-from warpsmith._core.pending import note, settled, total_of
+from warpsmith._core.library import (
+    Gradients,
+    Saved,
+    Wants,
+    _once,
+    _without_wrapper,
+    call_raw,
+    differentiable,
+    is_batched,
+    raw,
+    register_fake,
+)
+from warpsmith._core.main_grad import PLAIN, is_gathered
+from warpsmith._core.pending import note, note_later, settled, stream_of
 from warpsmith.ops import _quantize
 from warpsmith.ops._linear import capability
 
@@ -64,6 +77,10 @@ class Fp8Recipe:
     accumulate: str = "auto"
     head: bool = False
 
+    numbers: ClassVar[tuple[Any, ...]]  # in the schemas: scaling, accumulate, e5m2, high, power_of_two
+    how: ClassVar[int]  # what the bytes of a cast depend on; even
+    reads_x: ClassVar[bool]  # the weight's gradient reads x, not its bytes
+
     def __post_init__(self) -> None:
         for argument, words in (
             ("scaling", SCALINGS),
@@ -82,16 +99,14 @@ class Fp8Recipe:
             checks.refuse(RECIPE, "amax", f"'current' with scaling {self.scaling!r}", "'delayed'")
         scaling, accumulate = SCALINGS.index(self.scaling), ACCUMULATE.index(self.accumulate)
         of_gradients = self.grad_dtype == "e5m2", self.wgrad == "high"
-        object.__setattr__(self, "_numbers", (scaling, accumulate, *of_gradients, bool(self.power_of_two)))
+        object.__setattr__(self, "numbers", (scaling, accumulate, *of_gradients, bool(self.power_of_two)))
+        object.__setattr__(self, "how", 4 * scaling + 2 * bool(self.power_of_two))
+        object.__setattr__(self, "reads_x", self.scaling == "block" or self.wgrad == "high")
 
     @property
     def grad_float8(self) -> torch.dtype:
         """The dtype of the gradient's bytes."""
         return torch.float8_e5m2 if self.grad_dtype == "e5m2" else _E4M3
-
-    def numbers(self) -> tuple[Any, ...]:
-        """The recipe in the schemas: scaling, accumulate, e5m2, high, power_of_two."""
-        return self._numbers  # type: ignore[attr-defined]
 
 
 class Fp8State:
@@ -102,9 +117,10 @@ class Fp8State:
         self.x_scale: Tensor | None = None
         self.dy_scale: Tensor | None = None
         self._totals = [
-            *(total_of(torch.zeros((), dtype=torch.float32, device=device)) for _ in range(2)),
-            *(total_of(torch.zeros(2, dtype=torch.int64, device=device)) for _ in range(2)),
+            *(torch.zeros((), dtype=torch.float32, device=device) for _ in range(2)),
+            *(torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2)),
         ]
+        self.device = self._totals[0].device
         self.has_run = False  # since the last step, with gradients
 
     x_amax = property(lambda self: settled(self._totals[0]))
@@ -150,6 +166,11 @@ def is_emulated(op: str, recipe: Fp8Recipe, device: torch.device, emulate: bool)
     return False
 
 
+@functools.cache
+def _has_products(scaling: str, device: torch.device) -> bool:
+    return not is_emulated(SCALED, _OF_DEFAULTS[scaling], device, False)
+
+
 # ---- casts of weights, kept while the weight stays as it is
 
 
@@ -159,6 +180,7 @@ class _Kept:
 
     def __init__(self, key: tuple[Any, ...], weight: Tensor) -> None:
         self.key, self.storage = key, StorageWeakRef(weight.untyped_storage())
+        self.of = weakref.ref(weight, functools.partial(_drop, id(weight)))
         self.data: Tensor | None = None
         self.scale: Tensor | None = None
         self.turned: tuple[Tensor, Tensor] | None = None
@@ -166,7 +188,14 @@ class _Kept:
         self.has_gradient = False  # a backward has given the weight one
 
 
-_kept = WeakIdKeyDictionary()  # by parameter
+_kept: dict[int, _Kept] = {}  # by the id of a parameter: a WeakIdKeyDictionary takes 0.8 us to find it
+
+
+def _drop(place: int, _: Any) -> None:
+    _kept.pop(place, None)
+
+
+_is_freed = torch.Storage._expired  # type: ignore[attr-defined]
 in_fp8 = WeakIdKeyDictionary()  # weights of layers that amp.fp8 has converted: name and recipe, to compare over ranks
 _captured = WeakIdKeyDictionary()  # parameters that are part of a CUDA graph: its replays change them unseen
 
@@ -187,73 +216,86 @@ class Steps:
             params = [p for g in of.param_groups for p in g["params"]] if isinstance(of, torch.optim.Optimizer) else of
             cls.captured |= any(type(p) is not nn.Parameter for p in params)
             _captured.update((p, True) for p in params)
+            _kept.clear()
+
+
+def kept_of(weight: Tensor) -> _Kept | None:
+    """The casts of a weight."""
+    kept = _kept.get(id(weight))
+    return None if kept is None or kept.of() is not weight else kept
 
 
 def forget(weight: Tensor) -> None:
     """Frees the casts of a weight."""
-    _kept.pop(weight, None)
+    _kept.pop(id(weight), None)
 
 
-def _stream(t: Tensor) -> int:
-    """The current stream of a tensor's device, by the call that Triton makes: torch.cuda's takes 5 us."""
-    return torch._C._cuda_getCurrentRawStream(t.device.index) if t.is_cuda else 0
+def _place(t: Tensor) -> int | None:
+    """The current stream of a tensor's device; None while it is captured."""
+    return None if t.is_cuda and torch.cuda.is_current_stream_capturing() else stream_of(t)
 
 
-def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool, passed: bool) -> _Kept | None:
-    """None where each call must cast: what is no parameter or has no version, in a graph that is compiled or captured,
-    and what fully_shard has gathered and will free. ``training``: casts of an evaluation are its own. ``passed``: a
-    gradient goes through to the input. So a frozen weight is the base of adapters, and cast once; else it may be a
-    teacher, which averages its student by weight.data behind each step."""
-    if torch.compiler.is_compiling() or type(weight) is not nn.Parameter or not weight.is_leaf or weight.is_inference():
-        return None
-    stream = 0  # another one would have to wait for the cast
-    if weight.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            _captured[weight] = True
-            forget(weight)
-        stream = _stream(weight)
+def _key_of(t: Tensor, stream: int | None) -> tuple[Any, ...]:
+    """Where a tensor with a version is, and as of when. Another stream would have to wait for what this one makes."""
+    return t._version, t.data_ptr(), t.shape, t.stride(), stream
+
+
+def _may_be_kept(weight: Tensor) -> bool:
+    """Not what is no parameter or has no version, what a captured graph changes, and what fully_shard has gathered and
+    will free."""
+    if type(weight) is not nn.Parameter or not weight.is_leaf or weight.is_inference():
+        return False
     if Steps.captured or weight in _captured:
-        return None
-    if dist.is_available() and dist.is_initialized() and is_gathered(weight):
-        return None
+        return False
     if Steps.hook is None:
         Steps.hook = register_optimizer_step_post_hook(Steps.add)
-    place = weight.data_ptr(), weight.shape, weight.stride(), stream
+    return not (dist.is_available() and dist.is_initialized() and is_gathered(weight))
+
+
+def _current(weight: Tensor, how: int, training: bool, passed: bool, stream: int | None) -> _Kept | None:
+    """The casts of a weight as it is; None where each call must cast. ``training``: casts of an evaluation are its own.
+    ``passed``: a gradient goes through to the input. So a frozen weight is the base of adapters, and cast once; else it
+    may be a teacher, which averages its student by weight.data behind each step."""
+    if stream is None:
+        if type(weight) is nn.Parameter:
+            _captured[weight] = True
+            forget(weight)
+        return None
+    kept = kept_of(weight)
+    if kept is None and not _may_be_kept(weight):
+        return None
     steps = 0 if passed and not weight.requires_grad else Steps.count
-    key = (weight._version, *place, steps, training, scaling, power_of_two)
-    kept = _kept.get(weight)
-    if kept is None or kept.key != key or kept.storage.expired():
-        kept = _kept[weight] = _Kept(key, weight)
+    key = (*_key_of(weight, stream), steps, training, how)
+    if kept is None or kept.key != key or _is_freed(kept.storage.cdata):
+        kept = _kept[id(weight)] = _Kept(key, weight)
     return kept
 
 
-def weight_cast(weight: Tensor, recipe: Fp8Recipe, passed: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Bytes and scales of a weight; (None, None): the op makes them. ``passed``: as in `_kept_of`."""
-    scaling, *_, power_of_two = recipe.numbers()
-    training = torch.is_grad_enabled()
-    if torch.compiler.is_compiling():
-        return None, None
+def _for_forward(weight: Tensor, recipe: Fp8Recipe, training: bool, passed: bool, stream: int | None) -> _Kept | None:
+    """With bytes and scales of a weight. None: the op makes them."""
     if not training and weight.requires_grad:  # averages are swapped in and out by weight.data, which leaves no trace
         forget(weight)
-        return None, None
-    kept = _kept_of(weight, scaling, power_of_two, training, training and passed)
+        return None
+    kept = _current(weight, recipe.how, training, training and passed, stream)
     if kept is None:
-        return None, None
+        return None
     if kept.has_gradient and weight.grad is None:  # it is used up: perhaps by a loop that edits weight.data
-        kept = _kept[weight] = _Kept(kept.key, weight)
+        kept = _kept[id(weight)] = _Kept(kept.key, weight)
     if kept.data is None:
-        kept.data, kept.scale = call_raw(_raw_cast, weight.detach(), scaling, power_of_two, False)
-    return kept.data, kept.scale
+        scaling, *_, power_of_two = recipe.numbers
+        kept.data, kept.scale = call_raw(_eager_cast, weight.detach(), scaling, power_of_two, False)
+    return kept
 
 
-def _casts_for_dx(weight: Tensor, scaling: int, power_of_two: bool) -> tuple[Tensor | None, ...]:
+def _for_dx(weight: Tensor, recipe: Fp8Recipe, stream: int | None) -> tuple[Tensor | None, ...]:
     """Bytes and scales of a weight, and the same turned, as the gradient of x needs them. None: the op makes them."""
-    kept = _kept_of(weight, scaling, power_of_two, training=True, passed=True)
+    kept = _current(weight, recipe.how, True, True, stream)
     if kept is None:
-        return None, None, None, None
+        return _NO_CASTS
     kept.backwards += 1
+    scaling, *_, power_of_two = recipe.numbers
     if kept.turned is None and (kept.backwards > 1 or not weight.requires_grad):
-        kept.turned = call_raw(_raw_cast, weight.detach(), scaling, power_of_two, True)
+        kept.turned = call_raw(_eager_cast, weight.detach(), scaling, power_of_two, True)
     turned, scale = kept.turned or (None, None)
     return (None, None, turned, scale) if scaling == _BLOCK else (kept.data, kept.scale, turned, None)
 
@@ -273,24 +315,12 @@ class _Shared:
         self.key: tuple[Any, ...] = ()
         self.made: tuple[Any, ...] = ()
 
-    def key_of(self, x: Tensor | None, *how: Any) -> tuple[Any, ...] | None:
-        """None where nothing is shared: of what has no version, in transforms, and in graphs that are compiled or
-        captured."""
-        if type(x) is not Tensor and type(x) is not nn.Parameter:
-            return None
-        if is_compiling() or torch._C._are_functorch_transforms_active() or x.is_inference():
-            return None
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        return (x._version, x.data_ptr(), x.shape, x.stride(), _stream(x), *how)
-
-    def find(self, x: Tensor | None, key: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    def find(self, x: Tensor | None, stream: int | None, how: int) -> tuple[Any, ...]:
         """What was kept of a cast, or ()."""
-        return self.made if key is not None and self.of() is x and self.key == key else ()
+        return self.made if x is not None and self.of() is x and self.key == (*_key_of(x, stream), how) else ()
 
-    def keep(self, x: Tensor | None, key: tuple[Any, ...] | None, *made: Any) -> None:
-        if key is not None:
-            self.of, self.key, self.made = weakref.ref(x), key, made
+    def keep(self, x: Tensor, stream: int | None, how: int, *made: Any) -> None:
+        self.of, self.key, self.made = weakref.ref(x), (*_key_of(x, stream), how), made
 
 
 def _nobody() -> None:
@@ -298,12 +328,6 @@ def _nobody() -> None:
 
 
 of_rows, of_columns = _Shared(), _Shared()
-
-
-def shared_cast(x: Tensor, recipe: Fp8Recipe, watch: bool) -> tuple[Any, ...]:
-    """Bytes, scales, counts and the largest magnitude of an x that another layer has just cast; (): none has."""
-    scaling, *_, power_of_two = recipe.numbers()
-    return of_rows.find(x, of_rows.key_of(x, scaling, power_of_two, watch)) if of_rows.of() is x else ()
 
 
 # ---- fakes: the checks of csrc/bindings/linear_scaled.cpp, in its order
@@ -463,7 +487,7 @@ def _fake_backward(
     want_dx: bool,
     want_dweight: bool,
     want_dbias: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     op = f"{SCALED}_backward"
     _check_weight(op, weight, dy, by_out=True)
     _check_bias(op, bias, weight, dy)
@@ -491,13 +515,13 @@ def _fake_backward(
     is_new = by_casts and x_turned is None
     scales = (columns, (terms + _quantize.BLOCK - 1) // _quantize.BLOCK)
     return (
-        dy.new_empty((*dy.shape[:-1], columns) if want_dx else (0,)),
-        weight.new_empty(weight.shape) if want_dweight else dy.new_empty((0,)),
-        bias.new_empty(bias.shape) if want_dbias and bias is not None else dy.new_empty((0,)),
+        dy.new_empty((*dy.shape[:-1], columns)) if want_dx else None,
+        weight.new_empty(weight.shape) if want_dweight else None,
+        bias.new_empty(bias.shape) if want_dbias and bias is not None else None,
         dy.new_empty((2,), dtype=torch.int64),
-        dy.new_empty(() if watch else (0,), dtype=torch.float32),
-        dy.new_empty(shape if is_new else (0,), dtype=_E4M3),
-        dy.new_empty(scales if is_new and blocks else (0,), dtype=torch.float32),
+        dy.new_empty((), dtype=torch.float32) if watch else None,
+        dy.new_empty(shape, dtype=_E4M3) if is_new else None,
+        dy.new_empty(scales, dtype=torch.float32) if is_new and blocks else None,
     )
 
 
@@ -519,27 +543,152 @@ for _name in (SCALED, f"{SCALED}_forward"):
 register_fake(f"{SCALED}_backward", _fake_backward)
 register_fake(f"{SCALED}_cast", _fake_cast)
 
-# ---- gradients
+# ---- in eager mode, of plain tensors: with casts that are kept and shared
 
-_raw_backward, _raw_cast = raw.scaled_linear_backward.default, raw.scaled_linear_cast.default
+_eager_forward = _without_wrapper(raw.scaled_linear_forward.default)
+_eager_backward = _without_wrapper(raw.scaled_linear_backward.default)
+_eager_cast = _without_wrapper(raw.scaled_linear_cast.default)
+_NO_CASTS = (None,) * 4
+_in_transform, _is_tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
+
+
+def is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a call is one of eager mode, of plain tensors, outside of transforms."""
+    if type(x) not in PLAIN or type(weight) not in PLAIN or not (bias is None or type(bias) in PLAIN):
+        return False
+    return not (is_compiling() or _in_transform() or _is_tracing() or forward_ad._current_level >= 0)
+
+
+def in_eager(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Fp8Recipe, state: Fp8State | None, emulate: bool
+) -> Tensor:
+    """A layer of plain tensors."""
+    emulate = emulate or not x.is_cuda or not _has_products(recipe.scaling, x.device)
+    call = recipe, state, emulate, _place(weight), torch.is_grad_enabled()
+    if call[-1] and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+        return _apply(x, weight, bias, call)
+    return _forward(x, weight, bias, call, False)[0]
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: Any, shares: bool) -> tuple[Any, ...]:
+    """y, and bytes and scale of x. ``shares``: other layers of x may take them."""
+    recipe, state, emulate, stream, training = call
+    x_scale, watch, made = None, False, ()
+    if state is not None:
+        x_scale, watch = state.x_scale, training and recipe.amax == "delayed"
+    how = recipe.how + watch
+    finds = x_scale is None and training and stream is not None and not x.is_inference()
+    if finds:
+        made = of_rows.find(x, stream, how)
+    kept = _for_forward(weight, recipe, training, x.requires_grad, stream)
+    casts = (None, None) if kept is None else (kept.data, kept.scale)
+    given = *casts, x_scale, None, None, None, *(made[:2] or (None, None))
+    y, *new = call_raw(_eager_forward, x, weight, bias, *given, *recipe.numbers, emulate, watch)
+    counts, amax, data, scale = made[2:] + made[:2] or new
+    if not made and finds and shares:
+        of_columns.clear()  # of a forward before: a loop may have written to it by x.data
+        of_rows.keep(x, stream, how, data, scale, counts, amax)
+    if state is not None and training:
+        state.has_run = True
+        x_amax, _, x_counts, _ = state.totals()
+        _note(stream, x_counts, counts, x_amax if watch else None, amax)
+    return y, data, scale if x_scale is None else x_scale
+
+
+def _note(stream: int | None, of_counts: Tensor, counts: Tensor, of_amax: Tensor | None, amax: Tensor) -> None:
+    found = ((of_counts, counts),) if of_amax is None else ((of_counts, counts), (of_amax, amax))
+    for total, some in found:
+        if stream is None:
+            note(total, some)
+        else:
+            note_later(total, some, stream)
+
+
+def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return _NO_CASTS
+    of_rows.clear()  # layers of one x have all run forward
+    recipe, totals = ctx.recipe, ctx.totals
+    x, weight, bias, data, scale, dy_scale = ctx.saved_tensors
+    wants = ctx.needs_input_grad[:3]
+    plain, stream = not is_batched(dy) and not _in_transform(), _place(dy)
+    casts = _for_dx(weight, recipe, stream) if wants[0] else _NO_CASTS
+    of = x if recipe.scaling == "block" else data
+    finds = wants[1] and recipe.wgrad == "fp8" and plain and stream is not None
+    turned = of_columns.find(of, stream, recipe.how) if finds else ()
+    watch = totals is not None and totals[1] is not None
+    given = x, weight, bias, data, scale, *casts, dy_scale, *(turned or (None, None))
+    found = call_raw(_eager_backward, dy, *given, *recipe.numbers, ctx.emulate, watch, *wants)
+    dx, dweight, dbias, counts, amax, *new = found
+    if finds and not turned:
+        of_columns.keep(of, stream, recipe.how, *new)
+    if wants[1] and (kept := kept_of(weight)) is not None:
+        kept.has_gradient = True
+    if totals is not None and plain:  # of several gradients in one nobody counts them
+        _note(stream, totals[0], counts, totals[1], amax)
+    return dx, dweight, dbias, None
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Any) -> Tensor:
+        y, data, scale = _forward(x, weight, bias, call, True)
+        recipe, state, ctx.emulate, *_ = call
+        ctx.recipe, ctx.totals, dy_scale = recipe, None, None
+        if state is not None:
+            _, dy_amax, _, dy_counts = state.totals()
+            ctx.totals, dy_scale = (dy_counts, dy_amax if recipe.amax == "delayed" else None), state.dy_scale
+        if not weight.requires_grad:
+            ctx.save_for_backward(None, weight, bias, None, None, dy_scale)
+        elif recipe.reads_x:
+            ctx.save_for_backward(x, weight, bias, None, None, dy_scale)
+        else:
+            ctx.save_for_backward(None, weight, bias, data, scale, dy_scale)
+        ctx.set_materialize_grads(False)  # zeros would cost kernels, and their share of every gradient
+        return y
+
+    backward = staticmethod(_once(SCALED, _gradients))
+
+
+_Eager.__name__ = _Eager.__qualname__ = SCALED
+_Eager._backward_cls.__name__ = _Eager._backward_cls.__qualname__ = f"{SCALED}Backward"
+_apply = super(torch.autograd.Function, _Eager).apply  # without its wrapper, which looks for transforms
+
+# ---- in graphs and transforms, and of other tensors
+
 _NUMBERS = 7  # last inputs: scaling, accumulate, e5m2, high, power_of_two, emulate, watch
 
 
+def in_graph(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Fp8Recipe, state: Fp8State | None, emulate: bool
+) -> Tensor:
+    """Any layer: each call casts, and nothing is kept."""
+    emulate = is_emulated(SCALED, recipe, x.device, emulate)
+    records = state is not None and torch.is_grad_enabled() and (is_compiling() or not _in_transform())
+    watch = records and recipe.amax == "delayed"
+    known: tuple[Tensor | None, ...] = _NO_CASTS
+    if state is not None:
+        x_amax, dy_amax, x_counts, dy_counts = state.totals() if records else _NO_CASTS
+        known = state.x_scale, state.dy_scale, dy_counts, dy_amax if watch else None
+    given = None, None, *known, None, None
+    y, counts, amax = scaled_linear(x, weight, bias, *given, *recipe.numbers, emulate, watch)
+    if records:
+        state.has_run = True  # type: ignore[union-attr]
+        note(x_counts, counts)
+        note(x_amax, amax)
+    return y
+
+
 def _save(inputs: Any, outputs: Any) -> dict[str, Any]:
-    _, counts, amax, data, scale = outputs
-    given = inputs.x_scale is not None
+    *_, data, scale = outputs
     if inputs.x_data is not None:
         data, scale = inputs.x_data, inputs.x_data_scale
-    elif not given:
-        of_columns.clear()  # of a forward before: a loop may have written to it by x.data
-        key = of_rows.key_of(inputs.x, inputs.scaling, inputs.power_of_two, inputs.watch)
-        of_rows.keep(inputs.x, key, data, scale, counts, amax)
     trains = inputs.weight.requires_grad
     by_value = inputs.high or inputs.scaling == _BLOCK  # the weight's gradient reads x, not its bytes
     return {
         "x": inputs.x if trains and by_value else None,
         "x_data": data if trains and not by_value else None,
-        "x_data_scale": (inputs.x_scale if given else scale) if trains and not by_value else None,
+        "x_data_scale": (scale if inputs.x_scale is None else inputs.x_scale) if trains and not by_value else None,
         "weight": inputs.weight,
         "bias": inputs.bias,
         "dy_scale": inputs.dy_scale,
@@ -549,46 +698,18 @@ def _save(inputs: Any, outputs: Any) -> dict[str, Any]:
     }
 
 
-def records() -> bool:
-    """Whether a call is one of training, of which a layer's state takes note."""
-    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-    return torch.is_grad_enabled() and not transformed
-
-
 def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Any) -> Gradients:
     if dy is None:
         return {}
-    of_rows.clear()  # layers of one x have all run forward
-    plain = not is_batched(dy) and not torch._C._are_functorch_transforms_active()
-    scaling, _, _, high, power_of_two, *_ = numbers = saved.numbers
-    casts = _casts_for_dx(saved.weight, scaling, power_of_two) if wants.x else (None,) * 4
-    of = saved.x if scaling == _BLOCK else saved.x_data
-    key = of_columns.key_of(of, scaling, power_of_two) if wants.weight and not high and plain else None
-    turned = of_columns.find(of, key)
-    given = dy, saved.x, saved.weight, saved.bias, saved.x_data, saved.x_data_scale, *casts, saved.dy_scale
-    inputs = *given, *(turned or (None, None)), *numbers, wants.x, wants.weight, wants.bias
-    dx, dweight, dbias, counts, amax, *new = call_raw(_raw_backward, *inputs)
-    if not turned:
-        of_columns.keep(of, key, new[0], new[1] if scaling == _BLOCK else None)
-    if wants.weight and (kept := _kept.get(saved.weight)) is not None:
-        kept.has_gradient = True
-    totals = [t for t in (saved.dy_counts, saved.dy_amax) if t is not None]
-    if not plain:  # several gradients in one: nobody counts them
-        return {"x": dx, "weight": dweight, "bias": dbias}
-    if totals and type(dy) is Tensor:  # other forwards have kept them too, and must not find them changed
-        with torch.autograd._unsafe_preserve_version_counter(tuple(totals)):  # type: ignore[attr-defined]
-            note(saved.dy_counts, counts)
-            note(saved.dy_amax, amax)
-    else:
+    given = dy, saved.x, saved.weight, saved.bias, saved.x_data, saved.x_data_scale, *_NO_CASTS, saved.dy_scale
+    inputs = *given, None, None, *saved.numbers, wants.x, wants.weight, wants.bias
+    dx, dweight, dbias, counts, amax, *_ = call_raw(raw.scaled_linear_backward.default, *inputs)
+    if not is_batched(dy) and not _in_transform():  # several gradients in one: nobody counts them
         note(saved.dy_counts, counts)
         note(saved.dy_amax, amax)
     return {"x": dx, "weight": dweight, "bias": dbias}
 
 
 scaled_linear = differentiable(
-    SCALED,
-    forward=raw.scaled_linear_forward.default,
-    public=3,
-    save=_save,
-    backward=_backward,
+    SCALED, forward=raw.scaled_linear_forward.default, public=3, save=_save, backward=_backward
 )

@@ -8,7 +8,6 @@ from torch.nn import functional
 
 from warpsmith._core import checks
 from warpsmith._core.main_grad import check_main_grad
-from warpsmith._core.pending import note
 from warpsmith.ops import _linear, _linear_symmetric, _scaled_linear
 from warpsmith.ops._scaled_linear import SCALED, Fp8Recipe, Fp8State
 
@@ -228,35 +227,22 @@ def scaled_linear(
         >>> warpsmith.scaled_linear(torch.ones(1, 16), torch.full((16, 16), 2.0))[0, :2]
         tensor([32., 32.])
     """
-    chosen = _scaled_linear.as_recipe(SCALED, recipe)
-    checks.flags(SCALED, emulate=emulate)
+    # Each question by the cheapest call: this function is called by every layer.
+    if type(recipe) is not Fp8Recipe:
+        recipe = _scaled_linear.as_recipe(SCALED, recipe)
+    if emulate is not True and emulate is not False:
+        checks.flags(SCALED, emulate=emulate)
+        emulate = bool(emulate)
     if state is not None and not isinstance(state, Fp8State):
         checks.refuse_type(SCALED, "state", "an Fp8State or None", state)
     if not isinstance(weight, Tensor):
         checks.refuse_type(SCALED, "weight", "a tensor", weight)
-    wide = weight.dtype == torch.float32  # cast to 8 bits as it is
-    x, narrow, bias = _linear.under_autocast(SCALED, x=x, weight=None if wide else weight, bias=bias)  # type: ignore[assignment]
-    weight = weight if wide else narrow  # type: ignore[assignment]
-    numbers = chosen.numbers(), _scaled_linear.is_emulated(SCALED, chosen, x.device, bool(emulate))
-    casts = _scaled_linear.weight_cast(weight, chosen, isinstance(x, Tensor) and x.requires_grad)
-    records = _scaled_linear.records()
-    known: tuple[Tensor | None, ...] = (None,) * 4
-    if state is not None:
-        known = state.x_scale, state.dy_scale, None, None
-    watch = state is not None and records and chosen.amax == "delayed"
-    shared = _scaled_linear.shared_cast(x, chosen, watch) if records and known[0] is None else ()
-    if state is not None and records:
-        x_amax, dy_amax, x_counts, dy_counts = state.totals()
-        known = state.x_scale, state.dy_scale, dy_counts, dy_amax if watch else None
-    given = *known, *(shared[:2] or (None, None))
-    y, counts, amax = _scaled_linear.scaled_linear(x, weight, bias, *casts, *given, *numbers[0], numbers[1], watch)
-    if state is None or not records:
-        return y
-    counts, amax = shared[2:] or (counts, amax)
-    state.has_run = True
-    note(x_counts, counts)
-    note(x_amax, amax)
-    return y
+    if not isinstance(x, Tensor) or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+        wide = weight.dtype is torch.float32  # cast to 8 bits as it is
+        x, narrow, bias = _linear.under_autocast(SCALED, x=x, weight=None if wide else weight, bias=bias)  # type: ignore[assignment]
+        weight = weight if wide else narrow  # type: ignore[assignment]
+    run = _scaled_linear.in_eager if _scaled_linear.is_plain(x, weight, bias) else _scaled_linear.in_graph
+    return run(x, weight, bias, recipe, state, emulate)
 
 
 def matmul_symmetric(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@
 #include "kernels/linear/hopper/product_sm90.cuh"
 #include "kernels/linear/hopper/product_sm90.h"
 
-// Launches the products of one layout.
+// Launches the products of one layout, of halves or of 8-bit floats.
 namespace warpsmith::linear {
 
 // A map over (columns, rows) of a row-major matrix; its box is box_rows rows of the swizzle's span. With `batches` over
@@ -25,7 +25,7 @@ inline Status matrix_map(TensorMap& map, const void* base, Dtype dtype, int64_t 
                                .swizzle = swizzle});
 }
 
-// I: an entry of kProducts.
+// I: an entry of kProducts. T: of 16-bit factors; maps of 8-bit floats are of pairs.
 template <class T, class I> Status run_product(const ProductParams& x, void* stream) {
   constexpr ProductKernel kernel = I::value;
   constexpr ProductTile tile = kernel.tile;
@@ -80,6 +80,10 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
   p.activation = x.activation;
   p.keep = x.z != nullptr;
   p.add = kernel.symmetric() ? x.z != nullptr : x.add;
+  p.a_scale = x.a_scale;
+  p.b_scale = x.b_scale;
+  p.scales_of_rows = x.scales_of_rows;
+  p.to_float16 = x.dtype == Dtype::float16;
   const int64_t all = product_clusters(tile, device.multiprocessors),
                 clusters = kernel.splits ? all : std::min(all, units);
   p.whole = kernel.splits ? static_cast<int>(units / all * all) : p.units;
@@ -93,16 +97,18 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
   return launch(product_sm90<T, I>, config, stream, maps, p);
 }
 
-template <ProductLayout layout>
+template <ProductLayout layout, bool float8 = false>
 Status launch_product(const ProductParams& p, const ProductKernel& kernel, void* stream) {
   using Run = Status (*)(const ProductParams&, void*);
   const Run run = instance_of<kProducts>([&](const ProductKernel& k) { return k == kernel; },
                                          [&]<class I>() -> Run {
-                                           if constexpr (I::value.layout == layout)
+                                           if constexpr (I::value.layout != layout || I::value.float8() != float8)
+                                             return nullptr;
+                                           else if constexpr (float8)
+                                             return &run_product<bfloat16, I>;
+                                           else
                                              return p.dtype == Dtype::bfloat16 ? &run_product<bfloat16, I>
                                                                                : &run_product<float16, I>;
-                                           else
-                                             return nullptr;
                                          });
   return run(p, stream);
 }

@@ -5,7 +5,8 @@
 #include "kernels/linear/hopper/product_sm90_consumer.cuh"
 #include "kernels/linear/hopper/product_sm90_finisher.cuh"
 
-// A product of 16-bit matrices on Hopper: TMA, wgmma, specialised warpgroups, clusters, persistent blocks.
+// A product of 16-bit matrices or of 8-bit floats on Hopper: TMA, wgmma, specialised warpgroups, clusters, persistent
+// blocks.
 //
 // Reads each operand once for every row or column of cluster tiles; the second-level cache serves what neighbours have
 // read. Writes out (16 bits, or float32, which may be added to), and what its epilogue keeps. Sums in float32, each by
@@ -76,15 +77,21 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Pro
         device::mbarrier_wait(shared.bias_empty, bias_parity ^= 1);
         bias_bytes = max(0, min(kernel.columns(), p.columns - at.column) * 2);
       }
-      const auto load_bias = [&](int which, const void* bias) {
+      // halves: of an element
+      const auto load_bias = [&](int which, const void* bias, int halves = 1) {
         if (bias_bytes > 0 && bias != nullptr)
           device::bulk_load(shared.bias + which * kernel.columns() * 2,
-                            static_cast<const unsigned char*>(bias) + int64_t{at.column} * 2, bias_bytes, full);
+                            static_cast<const unsigned char*>(bias) + int64_t{at.column} * 2 * halves,
+                            bias_bytes * halves, full);
       };
-      const int biases = kernel.gated() ? (p.bias != nullptr) + (p.up_bias != nullptr) : 1;
+      const void* const scales = p.column_scales<kernel>() ? p.b_scale : nullptr;
+      const int biases = kernel.gated()    ? (p.bias != nullptr) + (p.up_bias != nullptr)
+                         : kernel.float8() ? (p.bias != nullptr) + (scales != nullptr) * 2
+                                           : 1;
       device::mbarrier_arrive_expect(full, tile.stage_bytes() + biases * bias_bytes);
       load_bias(0, p.bias);
       if constexpr (kernel.gated()) load_bias(1, p.up_bias);
+      if constexpr (kernel.float8()) load_bias(1, scales, 2);
       const int k = block * kStageInner;
       load(AMajor(), shared.a(ring.stage), &maps.a, full, at.row, at.batch, tile.rows, k, place.rank_column,
            std::integral_constant<int, tile.cluster_columns>(), a_blocks);

@@ -46,11 +46,13 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   unsigned char* const staging;
   uint32_t lane_offset;  // in a staging buffer, of the row that this lane gives to store_matrix
   Ring<tile.stages> ring;
-  float acc[kBlocks][tile.columns / 2];
+  using Sums = float[kBlocks][tile.columns / 2];
+  Sums acc;
   uint32_t finished[kernel.defers() ? kTilePanels * kPanelWords : kPanelWords];  // or a panel at a time
   TilePlace now{}, before{};  // this warp's first row and column of the tile in acc, and of the finished one
   int buffer = 0;
   unsigned z_parity = 0;  // of `symmetric`
+  float row_scale[2];     // of 8-bit floats: of this lane's rows
 
   __device__ __forceinline__ ProductConsumer(const ProductArguments& arguments, const ProductShared<kernel>& memory,
                                              const ProductMaps& tensors, int begun, int warpgroup)
@@ -68,21 +70,37 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
 
   // ---- products
 
-  __device__ __forceinline__ void multiply(int stage, bool accumulate) {
+  __device__ __forceinline__ void multiply(Sums& to, int stage, bool accumulate) {
     const auto descriptor = [](device::Major major, const unsigned char* at) {
       return device::wgmma_descriptor(Swizzle::bytes128, at, major == device::Major::mn ? kPanelBytes : 16, 1024);
     };
     const auto bytes = [](device::Major major) { return major == device::Major::mn ? 16 * kRowBytes : 32; };  // of 16 k
-    const uint64_t a = descriptor(kA, shared.a(stage) + group * kBlocks * kPanelBytes),
-                   b = descriptor(kB, shared.b(stage));
+    const uint64_t first_a = descriptor(kA, shared.a(stage) + group * kBlocks * kPanelBytes),
+                   first_b = descriptor(kB, shared.b(stage));
     device::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kStageInner / 16; ++k)
 #pragma unroll
-      for (int m = 0; m < kBlocks; ++m)
-        device::wgmma<T, tile.columns, kA, kB>(acc[m], device::advance(a, m * kPanelBytes + k * bytes(kA)),
-                                               device::advance(b, k * bytes(kB)), k > 0 || accumulate);
+      for (int m = 0; m < kBlocks; ++m) {
+        const uint64_t a = device::advance(first_a, m * kPanelBytes + k * bytes(kA)),
+                       b = device::advance(first_b, k * bytes(kB));
+        if constexpr (kernel.factors == ProductFactors::e4m3)
+          device::wgmma_float8<float8_e4m3, float8_e4m3, tile.columns>(to[m], a, b, k > 0 || accumulate);
+        else if constexpr (kernel.float8())
+          device::wgmma_float8<float8_e5m2, float8_e4m3, tile.columns>(to[m], a, b, k > 0 || accumulate);
+        else
+          device::wgmma<T, tile.columns, kA, kB>(to[m], a, b, k > 0 || accumulate);
+      }
     device::wgmma_commit();
+  }
+  // Adds the sums of a stage, which the tensor core has made.
+  __device__ __forceinline__ void add_part(Sums& part) {
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m) {
+      device::hold(part[m]);
+#pragma unroll
+      for (int i = 0; i < tile.columns / 2; ++i) acc[m][i] += part[m][i];
+    }
   }
   // Gives a stage back to the loaders of all blocks that copy into it.
   __device__ __forceinline__ void release(int stage) {
@@ -301,10 +319,38 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   __device__ __forceinline__ void place_now(int unit) {
     now = place.tile(unit);
     now.row += group * (tile.rows / 2) + warp % 4 * 16;
+    if constexpr (kernel.float8()) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = p.scales_of_rows ? now.row + lane / 4 + 8 * i : 0;
+        row_scale[i] = p.a_scale != nullptr && row < p.rows ? device::load(p.a_scale + row) : 1.0f;
+        if (!p.scales_of_rows && p.b_scale != nullptr) row_scale[i] *= device::load(p.b_scale);
+      }
+    }
   }
 
   // ---- a tile whose sums are complete
 
+  // 8-bit floats. By the scales of columns first: a gradient's or a large row's would overflow before small weights'.
+  __device__ __forceinline__ void scale_sums() {
+    static_assert(kBlocks == 1 || !kernel.float8());
+    using Two = device::Vector<float, 2>;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      float* const sums = acc[0] + 32 * panel;
+      if (p.column_scales<kernel>()) {
+        Two scales[8];  // all loads before their use
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          scales[j] = device::load(reinterpret_cast<const Two*>(
+              shared.bias + tile.columns * 2 + (panel * kPanelColumns + 8 * j + lane % 4 * 2) * sizeof(float)));
+#pragma unroll
+        for (int j = 0; j < 32; ++j) sums[j] *= scales[j / 4].at[j % 2];
+      }
+#pragma unroll
+      for (int j = 0; j < 32; ++j) sums[j] *= row_scale[j / 2 % 2];
+    }
+  }
   // Words of the bias for a panel's columns, as they lie in sums.
   __device__ __forceinline__ void load_bias(int panel, uint32_t (&bias)[8]) const {
 #pragma unroll
@@ -312,11 +358,13 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       bias[j] = device::load(
           reinterpret_cast<const uint32_t*>(shared.bias + (panel * kPanelColumns + 8 * j + lane % 4 * 2) * sizeof(T)));
   }
-  __device__ __forceinline__ void add_bias() {
+  // Out: the dtype of bias and result.
+  template <class Out> __device__ __forceinline__ void add_bias() {
     if constexpr (kernel.takes_bias()) {
       if (!p.biased<kernel>()) return;
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
+        if (kernel.float8() && p.bias == nullptr) continue;
         if (kernel.gated() && (panel < kPanels / 2 ? p.bias : p.up_bias) == nullptr) continue;
         uint32_t bias[8];  // all loads before their use
         load_bias(panel, bias);
@@ -324,7 +372,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
           for (int j = 0; j < 32; ++j)
-            acc[m][32 * panel + j] += j % 2 ? device::high_half<T>(bias[j / 4]) : device::low_half<T>(bias[j / 4]);
+            acc[m][32 * panel + j] += j % 2 ? device::high_half<Out>(bias[j / 4]) : device::low_half<Out>(bias[j / 4]);
       }
       __syncwarp(0xffffffffu);
       device::mbarrier_arrive_cluster_if(lane == 0, shared.bias_empty, place.rank);
@@ -358,29 +406,38 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       send([&] { send_wide(at, i); });
     }
   }
+  template <class Out> __device__ __forceinline__ void round_tile() {
+    add_bias<Out>();
+    if (kernel.symmetric() && p.alpha != 1) {
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+        for (float& sum : acc[m]) sum *= p.alpha;
+    }
+#pragma unroll
+    for (int panel = 0; panel < kTilePanels; ++panel) {
+      const float* from = acc[panel / kPanels] + panel % kPanels * 32;
+      uint32_t* w = finished + (kernel.defers() ? panel * kPanelWords : 0);
+#pragma unroll
+      for (int i = 0; i < kPanelWords; ++i) w[i] = device::pack<Out>(from[2 * i], from[2 * i + 1]);
+      if constexpr (!kernel.defers()) {
+        prepare_panel(w);
+        send_panel(panel);
+      }
+    }
+  }
   __device__ __forceinline__ void finish_tile(bool last) {
     before = now;
     if constexpr (kEpilogue == ProductEpilogue::wide) {
       store_wide(last);
+    } else if constexpr (kernel.float8()) {
+      scale_sums();
+      if (p.to_float16)
+        round_tile<float16>();
+      else
+        round_tile<bfloat16>();
     } else {
-      add_bias();
-      if (kernel.symmetric() && p.alpha != 1) {
-#pragma unroll
-        for (int m = 0; m < kBlocks; ++m)
-#pragma unroll
-          for (float& sum : acc[m]) sum *= p.alpha;
-      }
-#pragma unroll
-      for (int panel = 0; panel < kTilePanels; ++panel) {
-        const float* from = acc[panel / kPanels] + panel % kPanels * 32;
-        uint32_t* w = finished + (kernel.defers() ? panel * kPanelWords : 0);
-#pragma unroll
-        for (int i = 0; i < kPanelWords; ++i) w[i] = device::pack<T>(from[2 * i], from[2 * i + 1]);
-        if constexpr (!kernel.defers()) {
-          prepare_panel(w);
-          send_panel(panel);
-        }
-      }
+      round_tile<T>();
     }
   }
   // The last tile of an epilogue without arithmetic, in one go, through the memory of the ring, which is free.
@@ -462,9 +519,24 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       }
       const int blocks = more ? share.end - share.begin : 0;
       int previous = 0;
+      if constexpr (kernel.promotes) {
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+          for (float& sum : acc[m]) sum = 0;
+      }
       for (int block = 0; block < blocks; ++block) {
         device::mbarrier_wait(shared.full + ring.stage, ring.parity);
-        multiply(ring.stage, block > 0);
+        if constexpr (kernel.promotes) {
+          Sums part;
+          multiply(part, ring.stage, false);
+          device::wgmma_wait<0>();
+          release(ring.stage);
+          ring.next();
+          add_part(part);
+          continue;
+        }
+        multiply(acc, ring.stage, block > 0);
         if constexpr (kOpens) store_steps(step, block);  // with two groups in flight
         device::wgmma_wait<1>();
         if (block > 0) release(previous);
@@ -488,7 +560,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       if (more) place_now(share.unit);
       device::wgmma_wait<0>();
       if (!more) break;
-      release(previous);
+      if constexpr (!kernel.promotes) release(previous);
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m) device::hold(acc[m]);
       bool complete = true;

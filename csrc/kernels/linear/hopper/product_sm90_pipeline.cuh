@@ -17,7 +17,7 @@ using device::Ring;
 using device::Swizzle;
 
 constexpr int kProductThreads = 384;
-constexpr int kStageInner = 64;    // k of a stage
+constexpr int kStageInner = 64;    // k of a stage; 8-bit floats are counted in pairs
 constexpr int kPanelColumns = 64;  // 16-bit columns of a swizzled row
 constexpr int kRowBytes = 128;     // of a swizzled row
 constexpr int kPanelBytes = kStageInner * kRowBytes;
@@ -45,12 +45,18 @@ struct ProductArguments {
   float* sums;      // where sums are split: a tile for each share of a block
   int* flags;       // likewise: the number of clusters that have begun, then a flag for each warp of each share
   LinearActivation activation;
-  bool keep;          // z and up_z of `gated`
-  bool add;           // `wide`: out is added to; `symmetric`: beta z is added
-  float alpha, beta;  // of `symmetric`
+  bool keep;                       // z and up_z of `gated`
+  bool add;                        // `wide`: out is added to; `symmetric`: beta z is added
+  float alpha, beta;               // of `symmetric`
+  const float *a_scale, *b_scale;  // of 8-bit floats, as in ProductParams
+  bool scales_of_rows;
+  bool to_float16;  // what 8-bit floats give; else bfloat16
 
   template <ProductKernel kernel> __device__ __forceinline__ bool biased() const {
-    return bias != nullptr || (kernel.gated() && up_bias != nullptr);
+    return bias != nullptr || (kernel.gated() && up_bias != nullptr) || column_scales<kernel>();
+  }
+  template <ProductKernel kernel> __device__ __forceinline__ bool column_scales() const {
+    return kernel.float8() && scales_of_rows && b_scale != nullptr;
   }
 };
 
@@ -61,7 +67,7 @@ template <ProductKernel kernel> struct ProductState {
   Mbarrier panel_full[kConsumerWarps * kernel.panels()], panel_empty[kConsumerWarps], z_full[kConsumerWarps];
   Mbarrier bias_empty[1];
   int begun;  // clusters before this one, where sums are split
-  alignas(16) unsigned char bias[kernel.tile.columns * 2];
+  alignas(16) unsigned char bias[kernel.vector_bytes()];
 };
 
 template <ProductKernel kernel> struct ProductShared {
