@@ -11,11 +11,8 @@ namespace {
 // The binding of the biased activations: checks, rows, allocation, launch.
 // The dtype of the bias: the dtype of x, or float32 beside a 16-bit x.
 Dtype check_bias(const char* op, const Tensor& bias, const Tensor& x, Dtype dtype) {
-  const Dtype bias_dtype = check_dtype_beside(op, "bias", bias, dtype);
   if (x.dim() == 0) refuse(op, "x", "at least one dimension", "a tensor without dimensions");
-  check_shape(op, "bias", bias, {x.size(x.dim() - 1)});
-  check_same_device(op, "bias", bias, x);
-  return bias_dtype;
+  return check_parameter(op, "bias", bias, dtype, {x.size(x.dim() - 1)}, x);
 }
 
 Tensor biased_forward(Biased op, const Tensor& x_any, const Tensor& bias_any, bool tanh) {
@@ -45,9 +42,7 @@ std::tuple<Tensor, Tensor> biased_backward(Biased op, const Tensor& dy_any, cons
                                            bool tanh, bool want_dx, bool want_dbias) {
   const Dtype dtype = float_dtype(backward_name(op), "x", x_any);
   const Dtype bias_dtype = check_bias(backward_name(op), bias_any, x_any, dtype);
-  check_dtype(backward_name(op), "dy", dy_any, dtype);
-  check_same_shape(backward_name(op), "dy", dy_any, x_any);
-  check_same_device(backward_name(op), "dy", dy_any, x_any);
+  check_like(backward_name(op), "dy", dy_any, x_any, dtype);
   const Rows x = as_rows(backward_name(op), "x", x_any), dy = as_rows(backward_name(op), "dy", dy_any);
   const Tensor bias = as_contiguous(bias_any);
 

@@ -24,11 +24,7 @@ struct GatedRows {
 GatedRows gated_rows(const char* op, const Tensor& gate, const std::optional<Tensor>& up) {
   GatedRows r;
   r.dtype = float_dtype(op, "gate", gate);
-  if (up) {
-    check_dtype(op, "up", *up, r.dtype);
-    check_same_shape(op, "up", *up, gate);
-    check_same_device(op, "up", *up, gate);
-  }
+  if (up) check_like(op, "up", *up, gate, r.dtype);
   r.gate = as_rows(op, "gate", gate);
   r.columns = r.gate.columns;
   if (up) {

@@ -23,9 +23,7 @@ Tensor unary_forward(Unary op, const Tensor& x_any) {
 
 Tensor unary_backward(Unary op, const Tensor& dy_any, const Tensor& x_any) {
   const Dtype dtype = float_dtype(backward_name(op), "x", x_any);
-  check_dtype(backward_name(op), "dy", dy_any, dtype);
-  check_same_shape(backward_name(op), "dy", dy_any, x_any);
-  check_same_device(backward_name(op), "dy", dy_any, x_any);
+  check_like(backward_name(op), "dy", dy_any, x_any, dtype);
   const Rows x = as_rows(backward_name(op), "x", x_any), dy = as_rows(backward_name(op), "dy", dy_any);
   Tensor dx = allocate_like(backward_name(op), "dx", x_any);
   if (x.rows == 0 || x.columns == 0) return dx;
@@ -52,9 +50,7 @@ constexpr const char *kForward = "dropout_add", *kBackward = "dropout_add_backwa
 
 Tensor dropout_add_forward(Tensor x_any, Tensor residual_any, std::optional<Tensor> seed, double p) {
   const Dtype dtype = float_dtype(kForward, "x", x_any);
-  check_dtype(kForward, "residual", residual_any, dtype);
-  check_same_shape(kForward, "residual", residual_any, x_any);
-  check_same_device(kForward, "residual", residual_any, x_any);
+  check_like(kForward, "residual", residual_any, x_any, dtype);
   const Dropout dropout = check_dropout(kForward, seed, p, x_any);
   const Rows x = as_rows(kForward, "x", x_any), residual = as_rows(kForward, "residual", residual_any);
   Tensor y = allocate_like(kForward, "y", x_any);

@@ -1,6 +1,5 @@
 #include "kernels/batch_norm/batch_norm.h"
 
-#include <cmath>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -55,18 +54,15 @@ Outputs forward(const Tensor& x_any, const OptionalTensor& residual_any, const O
   check_dimensions(kForward, x_any);
   BatchNormForwardParams p;
   p.dtype = dtype;
-  if (residual_any) {
-    check_dtype(kForward, "residual", *residual_any, dtype);
-    check_same_shape(kForward, "residual", *residual_any, x_any);
-    check_same_device(kForward, "residual", *residual_any, x_any);
-  }
-  p.weight_dtype = check_pair(kForward, "weight", weight_any, "bias", bias_any, x_any, dtype);
-  p.running_dtype = check_pair(kForward, "running_mean", running_mean, "running_var", running_var, x_any, dtype);
+  if (residual_any) check_like(kForward, "residual", *residual_any, x_any, dtype);
+  p.weight_dtype = check_pair(kForward, "weight", weight_any, "bias", bias_any, x_any, dtype, x_any.size(1));
+  p.running_dtype =
+      check_pair(kForward, "running_mean", running_mean, "running_var", running_var, x_any, dtype, x_any.size(1));
   if (!training && !running_mean) refuse(kForward, "running_mean", "a tensor when training is False", "None");
   if (running_mean.has_value() != running_var.has_value())
     refuse(kForward, "running_var", running_mean ? "a tensor beside running_mean" : "None beside no running_mean",
            running_mean ? "None" : "a tensor");
-  if (!(eps >= 0 && std::isfinite(eps))) refuse(kForward, "eps", "a finite number >= 0", short_text(eps));
+  check_eps(kForward, eps);
   check_finite(kForward, "momentum", momentum, dtype);
   int64_t rows = 1;
   for (int64_t i = 0; i < x_any.dim(); ++i) rows *= i == 1 ? 1 : x_any.size(i);
@@ -75,8 +71,8 @@ Outputs forward(const Tensor& x_any, const OptionalTensor& residual_any, const O
   const Pixels x = as_pixels(kForward, "x", x_any, dtype);
   std::optional<Pixels> residual;
   if (residual_any) residual = as_pixels(kForward, "residual", *residual_any, dtype);
-  const OptionalTensor weight = adjacent(weight_any), bias = adjacent(bias_any);
-  const OptionalTensor old_mean = adjacent(running_mean), old_var = adjacent(running_var);
+  const OptionalTensor weight = as_contiguous(weight_any), bias = as_contiguous(bias_any);
+  const OptionalTensor old_mean = as_contiguous(running_mean), old_var = as_contiguous(running_var);
 
   Outputs out;
   const Tensor none = nothing(kForward, dtype_code(x_any), x_any);
@@ -190,32 +186,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& dy_any, const
                                                      bool want_dbias) {
   const Dtype dtype = float_dtype(kBackward, "dy", dy_any);
   check_dimensions(kBackward, x_any);
-  check_dtype(kBackward, "x", x_any, dtype);
-  check_same_shape(kBackward, "x", x_any, dy_any);
-  check_same_device(kBackward, "x", x_any, dy_any);
+  check_like(kBackward, "x", x_any, dy_any, dtype);
   BatchNormBackwardParams p;
   p.dtype = dtype;
-  p.weight_dtype = check_pair(kBackward, "weight", weight_any, "bias", bias_any, x_any, dtype);
+  p.weight_dtype = check_pair(kBackward, "weight", weight_any, "bias", bias_any, x_any, dtype, x_any.size(1));
   if (want_dweight && !weight_any) refuse(kBackward, "weight", "a tensor when its gradient is wanted", "None");
   if (want_dbias && !bias_any) refuse(kBackward, "bias", "a tensor when its gradient is wanted", "None");
   const Pixels x = as_pixels(kBackward, "x", x_any, dtype), dy = as_pixels(kBackward, "dy", dy_any, dtype);
   for (const auto& [argument, t] : {std::pair{"mean", &mean_any}, std::pair{"rstd", &rstd_any}}) {
-    check_dtype(kBackward, argument, *t, real_dtype(dtype));
-    check_shape(kBackward, argument, *t, {x.columns});
-    check_same_device(kBackward, argument, *t, x_any);
+    check_tensor(kBackward, argument, *t, real_dtype(dtype), {x.columns}, x_any);
   }
-  if (means_any) {
-    check_dtype(kBackward, "means", *means_any, real_dtype(dtype));
-    check_shape(kBackward, "means", *means_any, {2, x.columns});
-    check_same_device(kBackward, "means", *means_any, x_any);
-  }
+  if (means_any) check_tensor(kBackward, "means", *means_any, real_dtype(dtype), {2, x.columns}, x_any);
   const bool masked = mask.numel() > 0;
   if (mask.scalar_type() != ScalarType::Byte) refuse(kBackward, "mask", "uint8", dtype_text(mask.scalar_type()));
   if (masked) {
     check_shape(kBackward, "mask", mask, {x.rows, x.columns / batch_norm_vector(x.columns, size_bytes(dtype))});
     check_same_device(kBackward, "mask", mask, x_any);
   }
-  const OptionalTensor weight = adjacent(weight_any), bias = adjacent(bias_any), means = adjacent(means_any);
+  const OptionalTensor weight = as_contiguous(weight_any), bias = as_contiguous(bias_any),
+                       means = as_contiguous(means_any);
   const Tensor mean = as_contiguous(mean_any), rstd = as_contiguous(rstd_any), bits = as_contiguous(mask);
 
   const bool give_dresidual = want_dresidual && relu;

@@ -176,9 +176,7 @@ void backward_inplace(Tensor dloss, Tensor logits, Tensor target, std::optional<
 // Scales a gradient by the upstream one. The factor stays on its device.
 void scale_inplace(Tensor dlogits, Tensor factor) {
   const Dtype dtype = float_dtype(kScale, "dlogits", dlogits);
-  check_dtype(kScale, "factor", factor, real_dtype(dtype));
-  check_shape(kScale, "factor", factor, {});
-  check_same_device(kScale, "factor", factor, dlogits);
+  check_tensor(kScale, "factor", factor, real_dtype(dtype), {}, dlogits);
   const Rows rows = as_rows(kScale, "dlogits", dlogits);
   check_writable_rows(kScale, dlogits, rows);
   if (rows.rows == 0 || rows.columns == 0) return;

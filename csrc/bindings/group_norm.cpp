@@ -1,6 +1,5 @@
 #include "kernels/group_norm/group_norm.h"
 
-#include <cmath>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -41,10 +40,10 @@ Outputs forward_of(const Tensor& x_any, int64_t groups, const OptionalTensor& we
   check_groups(kForward, x_any, groups);
   GroupNormForwardParams p;
   p.dtype = dtype;
-  p.weight_dtype = check_pair(kForward, "weight", weight_any, "bias", bias_any, x_any, dtype);
-  if (!(eps >= 0 && std::isfinite(eps))) refuse(kForward, "eps", "a finite number >= 0", short_text(eps));
+  p.weight_dtype = check_pair(kForward, "weight", weight_any, "bias", bias_any, x_any, dtype, x_any.size(1));
+  check_eps(kForward, eps);
   const Pixels x = as_pixels(kForward, "x", x_any, dtype);
-  const OptionalTensor weight = adjacent(weight_any), bias = adjacent(bias_any);
+  const OptionalTensor weight = as_contiguous(weight_any), bias = as_contiguous(bias_any);
   set_shape(p, x, x_any, groups, silu);
   const int64_t sizes[2] = {p.samples, groups};
   const Outputs out{allocate_pixels(kForward, "y", x_any),
@@ -86,23 +85,19 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy_any, Tensor x_any, int64_t
                                             bool want_dx, bool want_dweight, bool want_dbias) {
   const Dtype dtype = float_dtype(kBackward, "dy", dy_any);
   check_dimensions(kBackward, x_any);
-  check_dtype(kBackward, "x", x_any, dtype);
-  check_same_shape(kBackward, "x", x_any, dy_any);
-  check_same_device(kBackward, "x", x_any, dy_any);
+  check_like(kBackward, "x", x_any, dy_any, dtype);
   check_groups(kBackward, x_any, num_groups);
   GroupNormBackwardParams p;
   p.dtype = dtype;
-  p.weight_dtype = check_pair(kBackward, "weight", weight_any, "bias", bias_any, x_any, dtype);
+  p.weight_dtype = check_pair(kBackward, "weight", weight_any, "bias", bias_any, x_any, dtype, x_any.size(1));
   if (want_dweight && !weight_any) refuse(kBackward, "weight", "a tensor when its gradient is wanted", "None");
   if (want_dbias && !bias_any) refuse(kBackward, "bias", "a tensor when its gradient is wanted", "None");
   const Pixels x = as_pixels(kBackward, "x", x_any, dtype), dy = as_pixels(kBackward, "dy", dy_any, dtype);
   set_shape(p, x, x_any, num_groups, silu);
   for (const auto& [argument, t] : {std::pair{"mean", &mean_any}, std::pair{"rstd", &rstd_any}}) {
-    check_dtype(kBackward, argument, *t, real_dtype(dtype));
-    check_shape(kBackward, argument, *t, {p.samples, num_groups});
-    check_same_device(kBackward, argument, *t, x_any);
+    check_tensor(kBackward, argument, *t, real_dtype(dtype), {p.samples, num_groups}, x_any);
   }
-  const OptionalTensor weight = adjacent(weight_any), bias = adjacent(bias_any);
+  const OptionalTensor weight = as_contiguous(weight_any), bias = as_contiguous(bias_any);
   const Tensor mean = as_contiguous(mean_any), rstd = as_contiguous(rstd_any);
   const Tensor none = nothing(kBackward, dtype_code(dy_any), dy_any);
   const Tensor dx = want_dx ? allocate_pixels(kBackward, "dx", x_any) : none;

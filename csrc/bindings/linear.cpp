@@ -7,14 +7,10 @@
 namespace warpsmith {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
 void check_main_grad(const char* op, const OptionalTensor& main_grad, const Layer& layer, Dtype dtype,
                      const char* argument = "main_grad") {
   if (!main_grad) return;
-  check_dtype(op, argument, *main_grad, real_dtype(dtype));
-  check_shape(op, argument, *main_grad, {layer.out, layer.in});
-  check_same_device(op, argument, *main_grad, layer.weight);
+  check_tensor(op, argument, *main_grad, real_dtype(dtype), {layer.out, layer.in}, layer.weight);
   if (!main_grad->is_contiguous() && !transposed(*main_grad).is_contiguous())
     refuse(op, argument, "a contiguous tensor or its transpose", "other strides");
 }

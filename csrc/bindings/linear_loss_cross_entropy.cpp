@@ -12,9 +12,7 @@ constexpr const char* kAdd = "linear_cross_entropy_add_";
 
 void check_main_grad(const LinearInputs& in, const std::optional<Tensor>& main_grad) {
   if (!main_grad) return;
-  check_dtype(in.op, "main_grad", *main_grad, real_dtype(in.dtype));
-  check_shape(in.op, "main_grad", *main_grad, {in.classes, in.width});
-  check_same_device(in.op, "main_grad", *main_grad, in.hidden);
+  check_tensor(in.op, "main_grad", *main_grad, real_dtype(in.dtype), {in.classes, in.width}, in.hidden);
   const auto strides = main_grad->strides();
   if ((in.width > 1 && strides[1] != 1) || (in.classes > 1 && strides[0] != in.width))
     refuse(in.op, "main_grad", "a contiguous tensor", "other strides");
@@ -185,9 +183,7 @@ void scale(Tensor x, Tensor factor, std::optional<Tensor> denominator) {
 void add(Tensor sum, Tensor x, Tensor factor, std::optional<Tensor> denominator) {
   check_contiguous(kAdd, "x", x);
   check_contiguous(kAdd, "sum", sum);
-  check_dtype(kAdd, "sum", sum, real_dtype(float_dtype(kAdd, "x", x)));
-  check_same_shape(kAdd, "sum", sum, x);
-  check_same_device(kAdd, "sum", sum, x);
+  check_like(kAdd, "sum", sum, x, real_dtype(float_dtype(kAdd, "x", x)));
   finish(kAdd, x, std::nullopt, sum, factor, denominator);
 }
 

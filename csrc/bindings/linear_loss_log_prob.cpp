@@ -70,9 +70,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(std::optional<Tensor> dlog_prob_any,
              row_sum = of_rows(in, "row_sum", row_sum_any), entropy = of_rows(in, "entropy", entropy_any);
   const LinearLossChunks chunks = chunks_of(in, max_chunk_bytes);
   const bool saved = logits.dim() > 0 && logits.size(0) > 0;
-  check_dtype(kBackward, "logits", logits, in.dtype);
-  check_shape(kBackward, "logits", logits, {saved ? in.rows : 0, chunks.logits_stride});
-  check_same_device(kBackward, "logits", logits, hidden);
+  check_tensor(kBackward, "logits", logits, in.dtype, {saved ? in.rows : 0, chunks.logits_stride}, hidden);
   const OnDeviceOf device(in.hidden);
 
   GradientSums sums(in, wanted, weight_sum_dtype(in, std::nullopt, chunks.chunks));

@@ -20,8 +20,6 @@ __attribute__((weak)) AOTITorchError aoti_torch_cuda_baddbmm_out(AtenTensorHandl
 namespace warpsmith {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
 // Matrices of one size and layout, so many elements apart.
 struct Matrices {
   Tensor tensor;
@@ -160,9 +158,7 @@ Tensor matmul_symmetric(Tensor x) {
 Tensor symmetric_product(Tensor x, Tensor y, OptionalTensor z, double alpha, double beta) {
   const char* op = "symmetric_product";
   const Dtype dtype = check_matrices(op, x);
-  check_dtype(op, "y", y, dtype);
-  check_same_shape(op, "y", y, x);
-  check_same_device(op, "y", y, x);
+  check_like(op, "y", y, x, dtype);
   check_finite(op, "alpha", alpha, dtype);
   check_finite(op, "beta", beta, dtype);
   const OnDeviceOf device(x);

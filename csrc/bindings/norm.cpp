@@ -1,6 +1,5 @@
 #include "kernels/norm/norm.h"
 
-#include <cmath>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -16,51 +15,9 @@ namespace {
 
 // The bindings of the norm family: checks, outputs, params and launch.
 
-using OptionalTensor = std::optional<Tensor>;
-
-// Returns the common dtype of weight and bias: that of x, or float32 beside a 16-bit x. Refuses if they differ.
-Dtype check_affine(const char* op, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& x,
-                   Dtype dtype, int64_t columns) {
-  Dtype found = dtype;
-  const auto check = [&](const char* argument, const Tensor& t) {
-    check_shape(op, argument, t, {columns});
-    check_same_device(op, argument, t, x);
-  };
-  if (weight) {
-    found = check_dtype_beside(op, "weight", *weight, dtype);
-    check("weight", *weight);
-  }
-  if (bias) {
-    if (weight)
-      check_dtype(op, "bias", *bias, found);
-    else
-      found = check_dtype_beside(op, "bias", *bias, dtype);
-    check("bias", *bias);
-  }
-  return found;
-}
-
-void check_eps(const char* op, double eps) {
-  if (!(eps >= 0 && std::isfinite(eps))) refuse(op, "eps", "a finite number >= 0", std::to_string(eps));
-}
-
-OptionalTensor adjacent(const OptionalTensor& weight) {
-  return weight ? OptionalTensor(as_contiguous(*weight)) : std::nullopt;
-}
-
-const void* pointer(const OptionalTensor& t) { return t ? t->const_data_ptr() : nullptr; }
-
-Dtype statistics_dtype(Dtype dtype) { return dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32; }
-
-int32_t statistics_code(Dtype dtype) {
-  return dtype == Dtype::float64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
-}
-
 Tensor check_statistics(const char* op, const char* argument, const Tensor& t, Dtype dtype, int64_t rows,
                         const Tensor& like) {
-  check_dtype(op, argument, t, statistics_dtype(dtype));
-  check_shape(op, argument, t, {rows});
-  check_same_device(op, argument, t, like);
+  check_tensor(op, argument, t, real_dtype(dtype), {rows}, like);
   return as_contiguous(t);
 }
 
@@ -89,18 +46,18 @@ NormOutputs norm_forward(Norm norm, const NormInputs& in, bool with_statistics) 
     check_same_device(op, "residual", *in.residual, in.x);
     residual = as_rows(op, "residual", *in.residual);
   }
-  p.weight_dtype = check_affine(op, in.weight, in.bias, in.x, dtype, x.columns);
+  p.weight_dtype = check_pair(op, "weight", in.weight, "bias", in.bias, in.x, dtype, x.columns);
   check_eps(op, in.eps);
   check_finite(op, "weight_offset", in.weight_offset, dtype);
   p.dropout = check_dropout(op, in.seed, in.p, in.x);
-  const OptionalTensor weight = adjacent(in.weight), bias = adjacent(in.bias);
+  const OptionalTensor weight = as_contiguous(in.weight), bias = as_contiguous(in.bias);
 
   NormOutputs out;
   out.y = allocate_like(op, "y", in.x);
   if (residual) out.residual_out = allocate_like(op, "residual_out", *in.residual);
   const bool with_mean = with_statistics && row_of(norm).layer;
-  if (with_mean) out.mean = allocate_vector(op, "mean", x.rows, statistics_code(dtype), in.x);
-  if (with_statistics) out.rstd = allocate_vector(op, "rstd", x.rows, statistics_code(dtype), in.x);
+  if (with_mean) out.mean = allocate_vector(op, "mean", x.rows, real_code(dtype), in.x);
+  if (with_statistics) out.rstd = allocate_vector(op, "rstd", x.rows, real_code(dtype), in.x);
   if (x.rows == 0 || x.columns == 0) {
     if (with_mean) torch::stable::zero_(out.mean);
     if (with_statistics) torch::stable::zero_(out.rstd);
@@ -113,8 +70,8 @@ NormOutputs norm_forward(Norm norm, const NormInputs& in, bool with_statistics) 
     p.residual_stride = residual->stride;
     p.residual_out = out.residual_out.mutable_data_ptr();
   }
-  p.weight = pointer(weight);
-  p.bias = pointer(bias);
+  p.weight = const_at(weight);
+  p.bias = const_at(bias);
   p.y = out.y.mutable_data_ptr();
   if (with_mean) p.mean = out.mean.mutable_data_ptr();
   if (with_statistics) p.rstd = out.rstd.mutable_data_ptr();
@@ -162,24 +119,22 @@ NormGradients norm_backward(Norm norm, const NormGradientInputs& in) {
   const Rows s = as_rows(op, s_name, in.s), dy = as_rows(op, "dy", in.dy);
   std::optional<Rows> dresidual_out;
   if (in.dresidual_out) {
-    check_dtype(op, "dresidual_out", *in.dresidual_out, p.residual_dtype);
-    check_same_shape(op, "dresidual_out", *in.dresidual_out, in.dy);
-    check_same_device(op, "dresidual_out", *in.dresidual_out, in.dy);
+    check_like(op, "dresidual_out", *in.dresidual_out, in.dy, p.residual_dtype);
     dresidual_out = as_rows(op, "dresidual_out", *in.dresidual_out);
   }
-  p.weight_dtype = check_affine(op, in.weight, in.bias, in.dy, dtype, s.columns);
+  p.weight_dtype = check_pair(op, "weight", in.weight, "bias", in.bias, in.dy, dtype, s.columns);
   if (in.want_dweight && !in.weight) refuse(op, "weight", "a tensor when its gradient is wanted", "None");
   if (in.want_dbias && !in.bias) refuse(op, "bias", "a tensor when its gradient is wanted", "None");
   OptionalTensor mean;
   if (in.mean) mean = check_statistics(op, "mean", *in.mean, dtype, s.rows, in.dy);
   const Tensor rstd = check_statistics(op, "rstd", in.rstd, dtype, s.rows, in.dy);
-  const OptionalTensor weight = adjacent(in.weight);
+  const OptionalTensor weight = as_contiguous(in.weight);
 
   p.dropout = check_dropout(op, in.seed, in.p, in.dy);
   const bool one_for_both = residual && p.residual_dtype == dtype && !in.seed;
   const bool give_dx = in.want_dx || (one_for_both && in.want_dresidual);
   const bool give_dresidual = in.want_dresidual && !one_for_both;
-  const Tensor none = allocate_vector(op, "no gradient", 0, dtype_code(in.dy), in.dy);
+  const Tensor none = nothing(op, dtype_code(in.dy), in.dy);
   NormGradients out{give_dx ? allocate_like(op, "dx", in.dy) : none,
                     give_dresidual ? allocate_like(op, "dresidual", in.s) : none,
                     in.want_dweight ? allocate_like(op, "dweight", *in.weight) : none,
@@ -199,8 +154,8 @@ NormGradients norm_backward(Norm norm, const NormGradientInputs& in) {
   }
   p.s = s.tensor.const_data_ptr();
   p.s_stride = s.stride;
-  p.weight = pointer(weight);
-  p.mean = pointer(mean);
+  p.weight = const_at(weight);
+  p.mean = const_at(mean);
   p.rstd = rstd.const_data_ptr();
   if (give_dx) p.dx = out.dx.mutable_data_ptr();
   if (give_dresidual) p.dresidual = out.dresidual.mutable_data_ptr();
@@ -215,11 +170,10 @@ NormGradients norm_backward(Norm norm, const NormGradientInputs& in) {
     const int64_t sums = in.want_dweight + in.want_dbias;
     if (!sums) return;
     const int64_t sizes[3] = {sums, partial_rows, s.columns};
-    partials = allocate(op, "partial sums of dweight and dbias", sizes, 3, statistics_code(dtype), in.dy);
+    partials = allocate(op, "partial sums of dweight and dbias", sizes, 3, real_code(dtype), in.dy);
     char* base = static_cast<char*>(partials->mutable_data_ptr());
     if (in.want_dweight) p.dweight_partials = base;
-    if (in.want_dbias)
-      p.dbias_partials = base + (sums - 1) * partial_rows * s.columns * size_bytes(statistics_dtype(dtype));
+    if (in.want_dbias) p.dbias_partials = base + (sums - 1) * partial_rows * s.columns * size_bytes(real_dtype(dtype));
   };
   run_on(
       op, in.dy,

@@ -13,8 +13,6 @@
 namespace warpsmith {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
 constexpr const char *kRope = name(RopeOp::rope), *kForward = name(RopeOp::qk_norm_rope),
                      *kBackward = backward_name(RopeOp::qk_norm_rope);
 
@@ -106,9 +104,7 @@ void check_angles(const char* op, const Tensor& cos, const Tensor& sin, const Te
   if (in.shape.rotary_dim > in.shape.head_dim)
     refuse(op, "cos", "a rotary dimension of at most " + std::to_string(in.shape.head_dim),
            std::to_string(in.shape.rotary_dim) + " of shape " + shape_text(cos));
-  check_dtype(op, "sin", sin, in.angles.dtype);
-  check_same_shape(op, "sin", sin, cos);
-  check_same_device(op, "sin", sin, cos);
+  check_like(op, "sin", sin, cos, in.angles.dtype);
 }
 
 void view_angles(RotaryInputs& in) {
@@ -252,15 +248,9 @@ void rope_inplace(Tensor q_any, Tensor k_any, Tensor cos, Tensor sin, bool inter
 
 Dtype check_weights(const char* op, const Tensor& q_weight, const Tensor& k_weight, const Tensor& q, Dtype dtype,
                     double eps) {
-  const Dtype weight_dtype = check_dtype_beside(op, "q_weight", q_weight, dtype);
-  check_dtype(op, "k_weight", k_weight, weight_dtype);
-  const auto check = [&](const char* argument, const Tensor& weight) {
-    check_shape(op, argument, weight, {q.size(q.dim() - 1)});
-    check_same_device(op, argument, weight, q);
-  };
-  check("q_weight", q_weight);
-  check("k_weight", k_weight);
-  if (!(eps >= 0 && std::isfinite(eps))) refuse(op, "eps", "a finite number >= 0", std::to_string(eps));
+  const Dtype weight_dtype = check_parameter(op, "q_weight", q_weight, dtype, {q.size(q.dim() - 1)}, q);
+  check_tensor(op, "k_weight", k_weight, weight_dtype, {q.size(q.dim() - 1)}, q);
+  check_eps(op, eps);
   return weight_dtype;
 }
 
@@ -309,13 +299,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(Tensor dq_out_any, Tens
   const RotaryInputs in = rotary_inputs(kBackward, q_any, k_any, cos, sin, interleaved, cu_seqlens, offsets,
                                         position_offset, /*inverse=*/true);
   const Dtype weight_dtype = check_weights(kBackward, q_weight_any, k_weight_any, q_any, in.dtype, eps);
-  const auto check_gradient = [&](const char* argument, const Tensor& gradient, const Tensor& of) {
-    check_dtype(kBackward, argument, gradient, in.dtype);
-    check_same_shape(kBackward, argument, gradient, of);
-    check_same_device(kBackward, argument, gradient, of);
-  };
-  check_gradient("dq_out", dq_out_any, q_any);
-  check_gradient("dk_out", dk_out_any, k_any);
+  check_like(kBackward, "dq_out", dq_out_any, q_any, in.dtype);
+  check_like(kBackward, "dk_out", dk_out_any, k_any, in.dtype);
   const HeadsView q = as_heads(kBackward, "q", q_any), k = as_heads(kBackward, "k", k_any);
   const HeadsView dq_out = as_heads(kBackward, "dq_out", dq_out_any),
                   dk_out = as_heads(kBackward, "dk_out", dk_out_any);

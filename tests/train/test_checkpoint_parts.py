@@ -44,7 +44,7 @@ def test_a_part_that_refuses_its_state_changes_nothing(tmp_path):
     used = Checkpointer(tmp_path)
     used.extra = "own"
     before = states(own)
-    words = r"optimizer: step-00000001: SGD: state_dict: state of .*\[0\]: expected one with momentum_buffer, got one"
+    words = r"optimizer: step-00000001: SGD: state_dict: .*\[0\]: expected a state with momentum_buffer, got one"
     with pytest.raises(ValueError, match=f"^Checkpointer.load: {words} without momentum_buffer"):
         used.load(**own)
     assert same(states(own), before)
@@ -75,7 +75,7 @@ def test_the_state_of_another_optimizer_is_refused_on_every_rank(rank, world_siz
     alien = warpsmith.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     alien.step()
-    words = r"SGD: state_dict: state of .*\[0\]: expected one with momentum_buffer, got one without momentum_buffer"
+    words = r"SGD: state_dict: .*\[0\]: expected a state with momentum_buffer, got one without momentum_buffer"
     with pytest.raises(ValueError, match=words):
         optimizer.load_state_dict(alien.state_dict())
     for state, error, words in (

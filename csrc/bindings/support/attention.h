@@ -15,8 +15,6 @@ namespace warpsmith::attention {
 
 enum Layout : int64_t { kBatchTokensHeads, kBatchHeadsTokens, kTokensHeads };
 
-using OptionalTensor = std::optional<Tensor>;
-
 // The positions of a tensor's dimensions. A tensor that stacks several of q, k and v has one more dimension before its
 // heads.
 struct Dims {

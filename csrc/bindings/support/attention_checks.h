@@ -207,9 +207,7 @@ inline void check_parameters(const char* op, Inputs& in, AttentionProblem& p) {
   }
   if (in.bias) check_bias(op, *in.bias, in, p);
   if (in.sink) {
-    p.sink_dtype = check_dtype_beside(op, "sink", *in.sink, p.dtype);
-    check_shape(op, "sink", *in.sink, {p.heads_q});
-    check_same_device(op, "sink", *in.sink, in.q);
+    p.sink_dtype = check_parameter(op, "sink", *in.sink, p.dtype, {p.heads_q}, in.q);
     in.sink = as_contiguous(*in.sink, op);
     p.sink = in.sink->const_data_ptr();
   }

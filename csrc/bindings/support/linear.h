@@ -105,9 +105,7 @@ inline Layer check_layer(const char* op, const Tensor& like, Dtype dtype, int64_
   check_same_device(op, weight_name, weight, like);
   Layer layer{weight, bias, dtype, in, weight.size(0)};
   if (!bias) return layer;
-  layer.bias_dtype = check_dtype_beside(op, bias_name, *bias, dtype);
-  check_shape(op, bias_name, *bias, {layer.out});
-  check_same_device(op, bias_name, *bias, like);
+  layer.bias_dtype = check_parameter(op, bias_name, *bias, dtype, {layer.out}, like);
   return layer;
 }
 

@@ -31,11 +31,7 @@ inline LinearInputs linear_inputs(const char* op, const Tensor& hidden, const Te
   check_same_device(op, "weight", weight, hidden);
   const Tensor labels = check_target(op, target, hidden);
   const int64_t classes = weight.size(0);
-  if (bias) {
-    check_dtype(op, "bias", *bias, dtype);
-    check_shape(op, "bias", *bias, {classes});
-    check_same_device(op, "bias", *bias, hidden);
-  }
+  if (bias) check_tensor(op, "bias", *bias, dtype, {classes}, hidden);
   // Rows that overlap (expanded tensors) are copied, because matrix products cannot read them.
   const bool apart = rows.stride >= rows.columns;
   const Tensor base = apart ? rows.tensor : as_contiguous(rows.tensor);

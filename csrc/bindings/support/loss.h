@@ -72,9 +72,7 @@ struct LossRows {
 
   void set_class_weight(const std::optional<Tensor>& weight) {
     if (!weight) return;
-    check_dtype_beside(op, "class_weight", *weight, dtype);
-    check_shape(op, "class_weight", *weight, {classes});
-    check_same_device(op, "class_weight", *weight, target);
+    check_parameter(op, "class_weight", *weight, dtype, {classes}, target);
     class_weight = as_contiguous(in_dtype(op, "class_weight", *weight, real_code(dtype)));
   }
 

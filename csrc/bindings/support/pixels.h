@@ -1,5 +1,4 @@
 #pragma once
-#include <optional>
 #include <string>
 
 #include "bindings/support/tensor.h"
@@ -7,8 +6,6 @@
 
 // What the bindings of the norms of pixels share.
 namespace warpsmith {
-
-using OptionalTensor = std::optional<Tensor>;
 
 // A tensor (N, C, ...) without holes in which the channels of a pixel are adjacent: torch's channels_last.
 inline Tensor allocate_pixels(const char* op, const char* argument, const Tensor& like) {
@@ -64,30 +61,5 @@ inline Pixels as_pixels(const char* op, const char* argument, const Tensor& t, D
 inline void check_dimensions(const char* op, const Tensor& x) {
   if (x.dim() < 2) refuse(op, "x", "at least two dimensions, (N, C, ...)", shape_text(x));
 }
-
-// The common dtype of two parameters or statistics of a channel, each of which may be missing: that of x, or float32
-// beside a 16-bit x.
-inline Dtype check_pair(const char* op, const char* first_name, const OptionalTensor& first, const char* second_name,
-                        const OptionalTensor& second, const Tensor& x, Dtype dtype) {
-  Dtype found = dtype;
-  const auto check = [&](const char* argument, const Tensor& t) {
-    check_shape(op, argument, t, {x.size(1)});
-    check_same_device(op, argument, t, x);
-  };
-  if (first) {
-    found = check_dtype_beside(op, first_name, *first, dtype);
-    check(first_name, *first);
-  }
-  if (second) {
-    if (first)
-      check_dtype(op, second_name, *second, found);
-    else
-      found = check_dtype_beside(op, second_name, *second, dtype);
-    check(second_name, *second);
-  }
-  return found;
-}
-
-inline OptionalTensor adjacent(const OptionalTensor& t) { return t ? OptionalTensor(as_contiguous(*t)) : std::nullopt; }
 
 }  // namespace warpsmith

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cmath>
 #include <cstdio>
 #include <initializer_list>
 #include <limits>
@@ -21,6 +22,7 @@ namespace warpsmith {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 // Whether an op runs its kernels on this tensor, rather than the CPU's loops. In a build for the host execution layer
 // (csrc/sim) they run on CPU tensors.
@@ -172,6 +174,42 @@ inline void check_same_device(const char* op, const char* argument, const Tensor
     refuse(op, argument, device_text(like), device_text(t));
 }
 
+// A tensor of a dtype, and of the shape and device of `like`.
+inline void check_like(const char* op, const char* argument, const Tensor& t, const Tensor& like, Dtype dtype) {
+  check_dtype(op, argument, t, dtype);
+  check_same_shape(op, argument, t, like);
+  check_same_device(op, argument, t, like);
+}
+
+// A tensor of a dtype and a shape on the device of `like`.
+inline void check_tensor(const char* op, const char* argument, const Tensor& t, Dtype dtype,
+                         std::initializer_list<int64_t> shape, const Tensor& like) {
+  check_dtype(op, argument, t, dtype);
+  check_shape(op, argument, t, shape);
+  check_same_device(op, argument, t, like);
+}
+
+// The same for a parameter, whose dtype may be float32 beside 16 bits. Returns its dtype.
+inline Dtype check_parameter(const char* op, const char* argument, const Tensor& t, Dtype dtype,
+                             std::initializer_list<int64_t> shape, const Tensor& like) {
+  const Dtype got = check_dtype_beside(op, argument, t, dtype);
+  check_tensor(op, argument, t, got, shape, like);
+  return got;
+}
+
+// The common dtype of two parameters or statistics of `count` elements, each of which may be missing: that of the
+// activation, or float32 beside 16 bits.
+inline Dtype check_pair(const char* op, const char* first_name, const OptionalTensor& first, const char* second_name,
+                        const OptionalTensor& second, const Tensor& like, Dtype dtype, int64_t count) {
+  if (first) dtype = check_parameter(op, first_name, *first, dtype, {count}, like);
+  if (second && first) check_tensor(op, second_name, *second, dtype, {count}, like);
+  return second && !first ? check_parameter(op, second_name, *second, dtype, {count}, like) : dtype;
+}
+
+inline void check_eps(const char* op, double eps) {
+  if (!(eps >= 0 && std::isfinite(eps))) refuse(op, "eps", "a finite number >= 0", short_text(eps));
+}
+
 // Allocates a tensor on the device of `like`, through torch's allocator. Calls the C shim directly:
 // torch::stable::empty goes through the boxed dispatcher and costs about 1 us more.
 inline Tensor allocate_strided(const char* op, const char* argument, const int64_t* sizes, const int64_t* strides,
@@ -222,6 +260,10 @@ inline Tensor as_contiguous(const Tensor& t, const char* op = "warpsmith") {
   Tensor copy = allocate_like(op, "a contiguous copy", t);
   torch::stable::copy_(copy, t);
   return copy;
+}
+
+inline OptionalTensor as_contiguous(const OptionalTensor& t) {
+  return t ? OptionalTensor(as_contiguous(*t)) : std::nullopt;
 }
 
 // Returns a copy in another dtype.

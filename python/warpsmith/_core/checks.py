@@ -166,6 +166,11 @@ def device_of(t: Tensor) -> torch.device:
     return getattr(t, "fake_device", None) or t.device
 
 
+def wide_dtype(t: Tensor) -> torch.dtype:
+    """The dtype of sums, losses and statistics beside a tensor."""
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
 def float_dtype(op: str, argument: str, t: Tensor) -> torch.dtype:
     if t.dtype not in FLOAT_DTYPES:
         refuse(op, argument, "float32, float16, bfloat16 or (on the CPU) float64", dtype_text(t.dtype))
@@ -196,6 +201,31 @@ def same_dtype(op: str, argument: str, t: Tensor, like: Tensor) -> None:
 def same_shape(op: str, argument: str, t: Tensor, shape: Sequence[int]) -> None:
     if len(t.shape) != len(shape) or any(known(a != b) for a, b in zip(t.shape, shape, strict=True)):
         refuse(op, argument, f"shape {shape_text(shape)}", shape_text(t.shape))
+
+
+def alike(op: str, argument: str, t: Tensor, like: Tensor, shape: Sequence[int] | None = None) -> None:
+    """Refuses a tensor of another dtype or device than ``like``, or of another shape, by default that of ``like``."""
+    same_dtype(op, argument, t, like)
+    same_shape(op, argument, t, like.shape if shape is None else shape)
+    same_device(op, argument, t, like)
+
+
+def parameter(op: str, argument: str, t: Tensor, like: Tensor, shape: Sequence[int]) -> None:
+    """The same for a parameter beside an activation: its dtype may be float32 beside 16 bits."""
+    dtype_beside(op, argument, t, like.dtype)
+    same_shape(op, argument, t, shape)
+    same_device(op, argument, t, like)
+
+
+def pair(op: str, like: Tensor, shape: Sequence[int], **parameters: Tensor | None) -> None:
+    """Two parameters or statistics of one dtype, each of which may be missing."""
+    found: Tensor | None = None
+    for name, t in parameters.items():
+        if t is not None:
+            if found is not None:
+                same_dtype(op, name, t, found)
+            parameter(op, name, t, like, shape)
+            found = t
 
 
 def overwritable(op: str, argument: str, t: Tensor) -> None:

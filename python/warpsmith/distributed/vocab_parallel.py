@@ -21,7 +21,6 @@ from warpsmith.ops._cross_entropy import (
     check_inputs,
     check_labels_on_host,
     check_options,
-    real_dtype,
     reduction_number,
 )
 
@@ -239,7 +238,7 @@ def _statistics(logits: Tensor, t: _Targets, softcap: float) -> Tensor:
     outputs = call_raw(
         raw.cross_entropy_forward.default, logits, t.local, None, _IGNORED, NONE, 0.0, 0.0, softcap, False
     )
-    of_target = logits.gather(-1, t.local.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(real_dtype(logits))
+    of_target = logits.gather(-1, t.local.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(checks.wide_dtype(logits))
     return torch.stack([*outputs[-2:], torch.where(t.here, _cap(of_target, softcap), 0.0)])
 
 
@@ -335,7 +334,7 @@ class _LinearLoss(torch.autograd.Function):
         hidden, weight, bias, statistics, count, *t = ctx.saved_tensors
         rows = hidden.reshape(-1, hidden.shape[-1])
         of_rows = (upstream / count).expand(hidden.shape[:-1]).reshape(-1)
-        wide = real_dtype(hidden)
+        wide = checks.wide_dtype(hidden)
         dhidden = torch.empty(rows.shape, dtype=wide, device=rows.device)
         dweight = torch.zeros(weight.shape, dtype=wide, device=rows.device)
         dbias = None if bias is None else torch.zeros(bias.shape, dtype=wide, device=rows.device)

@@ -114,9 +114,7 @@ def _check_inputs(op: str, gate: Tensor, up: Tensor | None) -> None:
     checks.float_dtype(op, "gate", gate)
     if up is not None:
         checks.float_dtype(op, "up", up)
-        checks.same_dtype(op, "up", up, gate)
-        checks.same_shape(op, "up", up, gate.shape)
-        checks.same_device(op, "up", up, gate)
+        checks.alike(op, "up", up, gate)
     checks.at_least_one_dimension(op, "gate", gate)
     if up is None and checks.known(gate.shape[-1] % 2 != 0):
         expected = "an even last dimension when there is no up"
@@ -130,9 +128,7 @@ def _output_shape(gate: Tensor, up: Tensor | None) -> tuple[int, ...]:
 def _check_backward(op: str, dy: Tensor, gate: Tensor, up: Tensor | None) -> None:
     _check_inputs(op, gate, up)
     checks.float_dtype(op, "dy", dy)
-    checks.same_dtype(op, "dy", dy, gate)
-    checks.same_shape(op, "dy", dy, _output_shape(gate, up))
-    checks.same_device(op, "dy", dy, gate)
+    checks.alike(op, "dy", dy, gate, _output_shape(gate, up))
 
 
 def _is_plain_and_contiguous(t: Tensor) -> bool:
@@ -203,7 +199,7 @@ def gated(name: str, function: Gated) -> Callable[..., Tensor]:
 
     def differentiable_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
         gate, up = saved.gate, saved.up
-        math = torch.float64 if gate.dtype == torch.float64 else torch.float32
+        math = checks.wide_dtype(gate)
         g, u = gate.chunk(2, -1) if up is None else (gate, up)
         value, derivative = function(g.to(math), *(getattr(saved, option) for option in options))
         dgate = (dy.to(math) * u.to(math) * derivative).to(gate.dtype)
@@ -211,7 +207,7 @@ def gated(name: str, function: Gated) -> Callable[..., Tensor]:
         return {"gate": torch.cat([dgate, dup], -1)} if up is None else {"gate": dgate, "up": dup}
 
     def plain(gate: Tensor, up: Tensor | None, inplace_backward: bool, *extra: Any) -> Tensor:
-        math = torch.float64 if gate.dtype == torch.float64 else torch.float32
+        math = checks.wide_dtype(gate)
         g, u = gate.chunk(2, -1) if up is None else (gate, up)
         return (function(g.to(math), *extra)[0] * u.to(math)).to(gate.dtype)
 
@@ -244,11 +240,9 @@ Biased = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _check_biased(op: str, x: Tensor, bias: Tensor) -> None:
-    dtype = checks.float_dtype(op, "x", x)
-    checks.dtype_beside(op, "bias", bias, dtype)
+    checks.float_dtype(op, "x", x)
     checks.at_least_one_dimension(op, "x", x)
-    checks.same_shape(op, "bias", bias, x.shape[-1:])
-    checks.same_device(op, "bias", bias, x)
+    checks.parameter(op, "bias", bias, x, x.shape[-1:])
 
 
 def biased(name: str, function: Biased) -> Callable[..., Tensor]:
@@ -266,9 +260,7 @@ def biased(name: str, function: Biased) -> Callable[..., Tensor]:
         op = name + "_backward"
         _check_biased(op, x, bias)
         checks.float_dtype(op, "dy", dy)
-        checks.same_dtype(op, "dy", dy, x)
-        checks.same_shape(op, "dy", dy, x.shape)
-        checks.same_device(op, "dy", dy, x)
+        checks.alike(op, "dy", dy, x)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if want_dx else x.new_empty((0,))
         return dx, bias.new_empty(bias.shape) if want_dbias else x.new_empty((0,))
 
@@ -285,13 +277,13 @@ def biased(name: str, function: Biased) -> Callable[..., Tensor]:
 
     def differentiable_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
         x, bias = saved.x, saved.bias
-        math = torch.float64 if x.dtype == torch.float64 else torch.float32
+        math = checks.wide_dtype(x)
         derivative = function(x.to(math) + bias.to(math), *(getattr(saved, option) for option in options))[1]
         g = dy.to(math) * derivative
         return {"x": g.to(x.dtype), "bias": g.sum_to_size(bias.shape).to(bias.dtype)}
 
     def plain(x: Tensor, bias: Tensor, *extra: Any) -> Tensor:
-        math = torch.float64 if x.dtype == torch.float64 else torch.float32
+        math = checks.wide_dtype(x)
         return function(x.to(math) + bias.to(math), *extra)[0].to(x.dtype)
 
     return differentiable(

@@ -177,9 +177,7 @@ def _check_inputs(op: str, inputs: Sequence[Any], place: Sequence[Any] | None = 
     if bias is not None:
         _check_bias(op, bias, q, full)
     if sink is not None:
-        checks.dtype_beside(op, "sink", sink, q.dtype)
-        checks.same_shape(op, "sink", sink, full[1:2])
-        checks.same_device(op, "sink", sink, q)
+        checks.parameter(op, "sink", sink, q, full[1:2])
     if drops(op, dropout_p) and seed is not None:
         if seed.dtype != torch.int64:
             refuse(op, "seed", "int64", checks.dtype_text(seed.dtype))
@@ -236,10 +234,6 @@ def _empty_heads(t: Tensor, layout: int, stacked: bool, one: bool, heads: Any, w
     return made.movedim(len(batch), -2) if layout == 1 else made
 
 
-def _real(t: Tensor) -> torch.dtype:
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
-
-
 def _lse_shape(problem: Problem, layout: int) -> tuple:
     batch, tokens, heads, _ = problem.q
     return (heads, tokens) if layout == _THD else (batch, heads, tokens)
@@ -250,7 +244,7 @@ def _fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     # The dispatcher leaves out a last argument that equals its default.
     problem = _check_inputs(_op_name(inputs), inputs, *inputs[20:])
     out = _empty_heads(q, layout, k is None and not kv_heads, True, problem.q[2], problem.v[3])
-    lse, lse_rest = (q.new_empty(_lse_shape(problem, layout), dtype=_real(q)) for _ in range(2))
+    lse, lse_rest = (q.new_empty(_lse_shape(problem, layout), dtype=checks.wide_dtype(q)) for _ in range(2))
     return out, lse, lse_rest
 
 
@@ -271,8 +265,8 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tenso
         checks.same_device(op, name, t, q)
     for name, t in (("lse", lse), ("dlse", dlse), ("lse_rest", lse_rest)):
         if t is not None:
-            if t.dtype != _real(q):
-                refuse(op, name, checks.dtype_text(_real(q)), checks.dtype_text(t.dtype))
+            if t.dtype != checks.wide_dtype(q):
+                refuse(op, name, checks.dtype_text(checks.wide_dtype(q)), checks.dtype_text(t.dtype))
             checks.same_shape(op, name, t, _lse_shape(problem, layout))
             checks.same_device(op, name, t, q)
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
-from warpsmith.ops._pixels import channels, check_dimensions, check_pair, new_pixels, wide_dtype
+from warpsmith.ops._pixels import channels, check_dimensions, new_pixels
 
 NAME = "batch_norm"
 
@@ -47,11 +47,9 @@ def _fake_inference(
     checks.float_dtype(NAME, "x", x)
     check_dimensions(NAME, x)
     if residual is not None:
-        checks.same_dtype(NAME, "residual", residual, x)
-        checks.same_shape(NAME, "residual", residual, x.shape)
-        checks.same_device(NAME, "residual", residual, x)
-    check_pair(NAME, x, weight=weight, bias=bias)
-    check_pair(NAME, x, running_mean=running_mean, running_var=running_var)
+        checks.alike(NAME, "residual", residual, x)
+    checks.pair(NAME, x, x.shape[1:2], weight=weight, bias=bias)
+    checks.pair(NAME, x, x.shape[1:2], running_mean=running_mean, running_var=running_var)
     if not training and running_mean is None:
         checks.refuse(NAME, "running_mean", "a tensor when training is False", "None")
     if (running_mean is None) != (running_var is None):
@@ -68,7 +66,7 @@ def _fake_inference(
 
 def _fake_forward(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     outputs = _fake_inference(x, residual, *others)
-    statistics = (x.new_empty((x.shape[1],), dtype=wide_dtype(x)) for _ in range(2))
+    statistics = (x.new_empty((x.shape[1],), dtype=checks.wide_dtype(x)) for _ in range(2))
     masked = residual is not None and others[-1]
     mask = x.new_empty((_rows(x), x.shape[1] // _vector(x)) if masked else (0, 0), dtype=torch.uint8)
     return (*outputs, *statistics, mask)
@@ -100,10 +98,8 @@ def _fake_backward(
     name = NAME + "_backward"
     checks.float_dtype(name, "dy", dy)
     check_dimensions(name, x)
-    checks.same_dtype(name, "x", x, dy)
-    checks.same_shape(name, "x", x, dy.shape)
-    checks.same_device(name, "x", x, dy)
-    check_pair(name, x, weight=weight, bias=bias)
+    checks.alike(name, "x", x, dy)
+    checks.pair(name, x, x.shape[1:2], weight=weight, bias=bias)
     none = dy.new_empty((0,))
     return (
         new_pixels(x) if want_dx else none,
@@ -177,7 +173,7 @@ def _plain_backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Tensor | 
     """In plain torch operations, in float32 or wider: differentiable in turn."""
     if dy is None:
         return {}
-    wide, dims = wide_dtype(saved.x), _dims(saved.x)
+    wide, dims = checks.wide_dtype(saved.x), _dims(saved.x)
     x, g = saved.x.to(wide), dy.to(wide)
     if saved.training:
         x = x - channels(x.mean(dims), x)
@@ -212,7 +208,7 @@ def _plain(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, ...]:
-    wide, dims = wide_dtype(x), _dims(x)
+    wide, dims = checks.wide_dtype(x), _dims(x)
     v = x.to(wide)
     if training:
         mean = v.mean(dims)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from warpsmith._core import checks
 from warpsmith._core.library import call_raw, raw
 
 
@@ -45,7 +46,7 @@ class _AcrossRanks(torch.autograd.Function):
         if running_mean is not None and running_var is not None:
             for old, found in ((running_mean, mean), (running_var, squares / (total - 1))):
                 old.copy_((1 - momentum) * old + momentum * found)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = checks.wide_dtype(x)
         statistics = mean.to(wide), (squares / total).to(wide)
         y, _, _, mean, rstd, mask = call_raw(
             raw.batch_norm_forward.default, x, residual, weight, bias, *statistics, False, momentum, eps, relu

@@ -41,11 +41,6 @@ def reduction_number(op: str, reduction: str) -> int:
     return number
 
 
-def real_dtype(t: Tensor) -> torch.dtype:
-    """The dtype of losses, row statistics and class weights beside logits or hidden states."""
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
-
-
 def check_divisor(op: str, argument: str, value: float, dtype: torch.dtype) -> None:
     """Refuses a divisor that is no normal number in the arithmetic of the dtype, or whose reciprocal is none."""
     exponent = 1022 if dtype == torch.float64 else 126
@@ -86,9 +81,7 @@ def check_target(op: str, target: Tensor, rows: Tensor) -> None:
 def check_class_weight(op: str, class_weight: Tensor | None, rows: Tensor, classes: Any) -> None:
     if class_weight is None:
         return
-    checks.dtype_beside(op, "class_weight", class_weight, rows.dtype)
-    checks.same_shape(op, "class_weight", class_weight, (classes,))
-    checks.same_device(op, "class_weight", class_weight, rows)
+    checks.parameter(op, "class_weight", class_weight, rows, (classes,))
 
 
 def refuse_learned_class_weight(op: str, class_weight: Tensor | None) -> None:
@@ -128,7 +121,7 @@ def _fake_forward(
 ) -> tuple[Tensor, ...]:
     check_inputs(_OP, logits, target, class_weight)
     check_options(_OP, label_smoothing, z_loss, softcap, logits.dtype)
-    real = real_dtype(logits)
+    real = checks.wide_dtype(logits)
     none = logits.new_empty((0,), dtype=real)
     loss = logits.new_empty(target.shape if reduction == NONE else (), dtype=real)
     lse = logits.new_empty(target.shape, dtype=real)

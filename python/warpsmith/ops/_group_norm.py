@@ -9,7 +9,7 @@ from torch import Tensor
 
 from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
-from warpsmith.ops._pixels import channels, check_dimensions, check_pair, new_pixels, wide_dtype
+from warpsmith.ops._pixels import channels, check_dimensions, new_pixels
 
 NAME = "group_norm"
 
@@ -25,14 +25,14 @@ def _fake_inference(
     checks.float_dtype(NAME, "x", x)
     check_dimensions(NAME, x)
     _check_groups(NAME, x, num_groups)
-    check_pair(NAME, x, weight=weight, bias=bias)
+    checks.pair(NAME, x, x.shape[1:2], weight=weight, bias=bias)
     checks.refuse_non_eps(NAME, eps)
     return new_pixels(x)
 
 
 def _fake_forward(x: Tensor, num_groups: int, *others: Any) -> tuple[Tensor, ...]:
     y = _fake_inference(x, num_groups, *others)
-    return (y, *(x.new_empty((x.shape[0], num_groups), dtype=wide_dtype(x)) for _ in range(2)))
+    return (y, *(x.new_empty((x.shape[0], num_groups), dtype=checks.wide_dtype(x)) for _ in range(2)))
 
 
 def _fake_backward(
@@ -51,11 +51,9 @@ def _fake_backward(
     name = NAME + "_backward"
     checks.float_dtype(name, "dy", dy)
     check_dimensions(name, x)
-    checks.same_dtype(name, "x", x, dy)
-    checks.same_shape(name, "x", x, dy.shape)
-    checks.same_device(name, "x", x, dy)
+    checks.alike(name, "x", x, dy)
     _check_groups(name, x, num_groups)
-    check_pair(name, x, weight=weight, bias=bias)
+    checks.pair(name, x, x.shape[1:2], weight=weight, bias=bias)
     return (
         new_pixels(x) if want_dx else dy.new_empty((0,)),
         torch.empty_like(weight) if want_dweight and weight is not None else dy.new_empty((0,)),
@@ -86,7 +84,7 @@ def _mean_of_groups(t: Tensor, num_groups: int) -> Tensor:
 
 def _plain_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     """In plain torch operations, in float32 or wider: differentiable in turn."""
-    wide, groups = wide_dtype(saved.x), saved.num_groups
+    wide, groups = checks.wide_dtype(saved.x), saved.num_groups
     x, g = saved.x.to(wide), dy.to(wide)
     dims = [d for d in range(x.dim()) if d != 1]
 
@@ -109,7 +107,7 @@ def _plain_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
 
 
 def _plain(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
-    wide = wide_dtype(x)
+    wide = checks.wide_dtype(x)
     centered = x.to(wide) - _mean_of_groups(x.to(wide), num_groups)
     v = centered * torch.rsqrt(_mean_of_groups(centered.square(), num_groups) + eps)
     if weight is not None:

@@ -139,28 +139,20 @@ def _check_layer(op: str, like: Tensor, width: Any, names: Sequence[str], weight
         checks.refuse(op, names[0], f"shape (N, {width})", checks.shape_text(weight.shape))
     checks.same_device(op, names[0], weight, like)
     if bias is not None:
-        checks.dtype_beside(op, names[1], bias, like.dtype)
-        checks.same_shape(op, names[1], bias, weight.shape[:1])
-        checks.same_device(op, names[1], bias, like)
+        checks.parameter(op, names[1], bias, like, weight.shape[:1])
 
 
 def _check_rows(op: str, argument: str, t: Tensor, like: Tensor, columns: Any) -> None:
     checks.float_dtype(op, argument, t)
-    checks.same_dtype(op, argument, t, like)
-    checks.same_shape(op, argument, t, (*like.shape[:-1], columns))
-    checks.same_device(op, argument, t, like)
-
-
-def _real(t: Tensor) -> torch.dtype:
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
+    checks.alike(op, argument, t, like, (*like.shape[:-1], columns))
 
 
 def _check_main_grad(op: str, main_grad: Tensor | None, weight: Tensor, argument: str = "main_grad") -> None:
     if main_grad is None:
         return
     checks.float_dtype(op, argument, main_grad)
-    if main_grad.dtype != _real(weight):
-        checks.refuse(op, argument, *map(checks.dtype_text, (_real(weight), main_grad.dtype)))
+    if main_grad.dtype != checks.wide_dtype(weight):
+        checks.refuse(op, argument, *map(checks.dtype_text, (checks.wide_dtype(weight), main_grad.dtype)))
     checks.same_shape(op, argument, main_grad, weight.shape)
     checks.same_device(op, argument, main_grad, weight)
     if not main_grad.is_contiguous() and not main_grad.t().is_contiguous():
@@ -424,7 +416,7 @@ def _plain_gated(
 def _value_and_derivative(z: Tensor, activation: int, kept: Tensor) -> tuple[Tensor, Tensor]:
     """f(z) in the dtype of z, and f'(z) in float32 or wider. ``kept`` is what the forward saved: relu's sign is read
     there, since a z made again may round to the other side of 0."""
-    wide = z.to(_real(z))
+    wide = z.to(checks.wide_dtype(z))
     name = ACTIVATIONS[activation]
     if name == "none":
         return z, torch.ones_like(wide)

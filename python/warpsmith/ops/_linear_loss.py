@@ -20,7 +20,6 @@ from warpsmith.ops._cross_entropy import (
     check_divisor,
     check_options,
     check_target,
-    real_dtype,
 )
 
 
@@ -91,8 +90,8 @@ def bound_of_chunks(op: str, max_chunk_bytes: int | None) -> int:
 
 
 def check_sum_dtype(hidden: Tensor, dw_dtype: torch.dtype) -> None:
-    if not isinstance(dw_dtype, torch.dtype) or dw_dtype not in (hidden.dtype, real_dtype(hidden)):
-        expected = dict.fromkeys(map(checks.dtype_text, (hidden.dtype, real_dtype(hidden))))
+    if not isinstance(dw_dtype, torch.dtype) or dw_dtype not in (hidden.dtype, checks.wide_dtype(hidden)):
+        expected = dict.fromkeys(map(checks.dtype_text, (hidden.dtype, checks.wide_dtype(hidden))))
         got = checks.dtype_text(dw_dtype) if isinstance(dw_dtype, torch.dtype) else type(dw_dtype).__name__
         checks.refuse(_CROSS_ENTROPY, "dw_dtype", " or ".join(expected), got)
 
@@ -119,17 +118,15 @@ def _check_inputs(op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias:
     check_target(op, target, hidden)
     if bias is not None:
         checks.float_dtype(op, "bias", bias)
-        checks.same_dtype(op, "bias", bias, hidden)
-        checks.same_shape(op, "bias", bias, weight.shape[:1])
-        checks.same_device(op, "bias", bias, hidden)
+        checks.alike(op, "bias", bias, hidden, weight.shape[:1])
 
 
 def _check_main_grad(op: str, main_grad: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
     if main_grad is None:
         return
     checks.float_dtype(op, "main_grad", main_grad)
-    if main_grad.dtype != real_dtype(hidden):
-        checks.refuse(op, "main_grad", *map(checks.dtype_text, (real_dtype(hidden), main_grad.dtype)))
+    if main_grad.dtype != checks.wide_dtype(hidden):
+        checks.refuse(op, "main_grad", *map(checks.dtype_text, (checks.wide_dtype(hidden), main_grad.dtype)))
     checks.same_shape(op, "main_grad", main_grad, weight.shape)
     checks.same_device(op, "main_grad", main_grad, hidden)
     if not main_grad.is_contiguous():
@@ -152,7 +149,7 @@ def sum_dtype(hidden: Tensor, classes: Any, rows: Any, max_chunk_bytes: int) -> 
     Rows whose number comes from data may be of several chunks."""
     limit = max_chunk_bytes or (2**30 if checks.device_of(hidden).type == "cuda" else 2**26)
     several = checks.possible(rows > max(1, limit // (logits_stride(hidden, classes) * hidden.dtype.itemsize)))
-    return real_dtype(hidden) if hidden.dtype == torch.float16 or several else hidden.dtype
+    return checks.wide_dtype(hidden) if hidden.dtype == torch.float16 or several else hidden.dtype
 
 
 def _fake_cross_entropy(
@@ -179,7 +176,7 @@ def _fake_cross_entropy(
     check_class_weight(_CROSS_ENTROPY, class_weight, hidden, weight.shape[0])
     check_options(_CROSS_ENTROPY, label_smoothing, z_loss, softcap, hidden.dtype)
     _check_main_grad(_CROSS_ENTROPY, main_grad, hidden, weight)
-    real, reduced = real_dtype(hidden), reduction != NONE
+    real, reduced = checks.wide_dtype(hidden), reduction != NONE
     loss = target.new_empty(() if reduced else target.shape, dtype=real)
     lse = _new_like(target, return_stats, real)
     argmax = _new_like(target, return_stats, torch.int64)
@@ -254,7 +251,7 @@ def _fake_log_prob(
 ) -> tuple[Tensor, ...]:
     _check_inputs(_LOG_PROB, hidden, weight, target, bias)
     _check_temperature(temperature, hidden)
-    of_rows = (_new_like(target, True, real_dtype(hidden)) for _ in range(5))
+    of_rows = (_new_like(target, True, checks.wide_dtype(hidden)) for _ in range(5))
     rows = target.numel() if save_logits else 0
     return *of_rows, hidden.new_empty((rows, logits_stride(hidden, weight.shape[0])))
 

@@ -26,13 +26,9 @@ def _fake_product(x: Tensor, y: Tensor, z: Tensor | None, alpha: float, beta: fl
     op = "symmetric_product"
     checks.float_dtype(op, "x", x)
     out = _square(op, x)
-    checks.same_dtype(op, "y", y, x)
-    checks.same_shape(op, "y", y, x.shape)
-    checks.same_device(op, "y", y, x)
+    checks.alike(op, "y", y, x)
     if z is not None:
-        checks.same_dtype(op, "z", z, x)
-        checks.same_shape(op, "z", z, out.shape)
-        checks.same_device(op, "z", z, x)
+        checks.alike(op, "z", z, x, out.shape)
     return out
 
 

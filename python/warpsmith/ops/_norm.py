@@ -27,30 +27,12 @@ def default_eps(x: Tensor) -> float:
     return _FLOAT64_EPS if getattr(x, "dtype", None) is torch.float64 else _FLOAT32_EPS
 
 
-def _check_affine(op: str, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> None:
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is None:
-            continue
-        if name == "bias" and weight is not None:
-            checks.same_dtype(op, name, t, weight)
-        else:
-            checks.dtype_beside(op, name, t, x.dtype)
-        checks.same_shape(op, name, t, x.shape[-1:])
-        checks.same_device(op, name, t, x)
-
-
 def _check_inputs(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
-    dtype = checks.float_dtype(op, "x", x)
+    checks.float_dtype(op, "x", x)
     checks.at_least_one_dimension(op, "x", x)
     if residual is not None:
-        checks.dtype_beside(op, "residual", residual, dtype)
-        checks.same_shape(op, "residual", residual, x.shape)
-        checks.same_device(op, "residual", residual, x)
-    _check_affine(op, weight, bias, x)
-
-
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+        checks.parameter(op, "residual", residual, x, x.shape)
+    checks.pair(op, x, x.shape[-1:], weight=weight, bias=bias)
 
 
 def _new_statistics(x: Tensor) -> Tensor:
@@ -58,7 +40,7 @@ def _new_statistics(x: Tensor) -> Tensor:
     rows: Any = 1
     for size in x.shape[:-1]:
         rows = rows * size
-    return x.new_empty((rows,), dtype=_statistics_dtype(x))
+    return x.new_empty((rows,), dtype=checks.wide_dtype(x))
 
 
 def _new_output(like: Tensor) -> Tensor:
@@ -69,7 +51,7 @@ def _plain_gradients(
     dy: Tensor, s: Tensor, weight: Tensor | None, eps: float, weight_offset: float, layer: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(ds, dy * s_hat, dy) in plain torch operations, in float32 or wider: differentiable in turn."""
-    wide = _statistics_dtype(s)
+    wide = checks.wide_dtype(s)
     s_math, dy_math = s.to(wide), dy.to(wide)
     if layer:
         s_math = s_math - s_math.mean(-1, keepdim=True)
@@ -124,7 +106,7 @@ def norm(op: str) -> Callable:
             checks.same_dtype(name, "dresidual_out", passed, s)
             checks.same_shape(name, "dresidual_out", passed, dy.shape)
             checks.same_device(name, "dresidual_out", passed, dy)
-        _check_affine(name, given["weight"], given.get("bias"), dy)
+        checks.pair(name, dy, dy.shape[-1:], weight=given["weight"], bias=given.get("bias"))
         wanted = {n: given[f"want_d{n}"] for n in gradients}
         if residual and given.get("seed") is None and s.dtype == dy.dtype:  # dx stands for both
             wanted |= {"x": wanted["x"] or wanted["residual"], "residual": False}
@@ -181,7 +163,7 @@ def norm(op: str) -> Callable:
     def plain(*inputs: Any) -> Any:
         given = dict(zip(arguments, inputs, strict=True))
         x, added, weight, seed = given["x"], given.get("residual"), given["weight"], given.get("seed")
-        wide = _statistics_dtype(x)
+        wide = checks.wide_dtype(x)
         s = x.to(wide)
         if added is not None:
             if seed is not None:

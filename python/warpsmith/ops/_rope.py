@@ -35,9 +35,7 @@ def _check_inputs(
     checks.dtype_beside(op, "cos", cos, dtype)
     checks.same_device(op, "cos", cos, q)
     _check_angles(op, q, cos)
-    checks.same_dtype(op, "sin", sin, cos)
-    checks.same_shape(op, "sin", sin, cos.shape)
-    checks.same_device(op, "sin", sin, cos)
+    checks.alike(op, "sin", sin, cos)
     _check_positions(op, q, cos, cu_seqlens, offsets, position_offset)
 
 
@@ -259,11 +257,7 @@ def _check_norm_inputs(
     op: str, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, positions: Any
 ) -> None:
     _check_inputs(op, q, k, cos, sin, *positions)
-    checks.dtype_beside(op, "q_weight", q_weight, q.dtype)
-    checks.same_dtype(op, "k_weight", k_weight, q_weight)
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        checks.same_shape(op, name, weight, q.shape[-1:])
-        checks.same_device(op, name, weight, q)
+    checks.pair(op, q, q.shape[-1:], q_weight=q_weight, k_weight=k_weight)
 
 
 def _fake_norm(
@@ -287,9 +281,7 @@ def _fake_norm_backward(dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, *o
     q_weight, k_weight, cos, sin, _, _, *positions, want_dq, want_dk, want_dq_weight, want_dk_weight = others
     _check_norm_inputs(op, q, k, q_weight, k_weight, cos, sin, positions)
     for name, gradient, x in (("dq_out", dq_out, q), ("dk_out", dk_out, k)):
-        checks.same_dtype(op, name, gradient, x)
-        checks.same_shape(op, name, gradient, x.shape)
-        checks.same_device(op, name, gradient, x)
+        checks.alike(op, name, gradient, x)
     return (
         _empty_heads(q) if want_dq else q.new_empty((0,)),
         _empty_heads(k) if want_dk else q.new_empty((0,)),
@@ -324,7 +316,7 @@ def _differentiable_backward_norm(
     saved: Saved, wants: Wants, dq_out: Tensor | None, dk_out: Tensor | None
 ) -> Gradients:
     q, k = saved.q, saved.k
-    math = torch.float64 if q.dtype == torch.float64 else torch.float32
+    math = checks.wide_dtype(q)
     gradients = [(no_heads(x) if g is None else g).to(math) for g, x in ((dq_out, q), (dk_out, k))]
     angles = (saved.cos.to(math), saved.sin.to(math), saved.interleaved)
     turned = rotate(*gradients, *angles, *_positions(saved), True)

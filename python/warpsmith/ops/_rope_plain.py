@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpsmith._core import checks
+
 
 def _positions(q: Tensor, cu_seqlens: Tensor | None, offsets: Tensor | None, position_offset: Any) -> Tensor:
     """Rows of the tables: (tokens,), or (batch, tokens) where each entry has its own offset."""
@@ -36,7 +38,7 @@ def plain_rope(
 ) -> tuple[Tensor, Tensor]:
     """The arguments of the raw op; (q, k) rotated."""
     *positions, inverse = others
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = checks.wide_dtype(q)
     c, s = (_row_of_each_token(t, q, interleaved, tuple(positions)).to(wide) for t in (cos, sin))
     if inverse:
         s = -s
@@ -63,7 +65,7 @@ def plain_qk_norm_rope(
     *positions: Any,
 ) -> tuple[Tensor, Tensor]:
     """The arguments of the raw op; (q, k) normalised and rotated."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = checks.wide_dtype(q)
     heads = []
     for x, weight in ((q, q_weight), (k, k_weight)):
         x_wide = x.to(wide)

@@ -173,9 +173,7 @@ def _relu_squared_fake_backward(dy: Tensor, x: Tensor) -> Tensor:
     op = _RELU_SQUARED + "_backward"
     checks.float_dtype(op, "x", x)
     checks.float_dtype(op, "dy", dy)
-    checks.same_dtype(op, "dy", dy, x)
-    checks.same_shape(op, "dy", dy, x.shape)
-    checks.same_device(op, "dy", dy, x)
+    checks.alike(op, "dy", dy, x)
     checks.at_least_one_dimension(op, "x", x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -191,12 +189,12 @@ def _relu_squared_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
 
 def _relu_squared_differentiable_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     x = saved.x
-    math = torch.float64 if x.dtype == torch.float64 else torch.float32
+    math = checks.wide_dtype(x)
     return {"x": (dy.to(math) * 2 * torch.relu(x.to(math))).to(x.dtype)}
 
 
 def _relu_squared_plain(x: Tensor) -> Tensor:
-    math = torch.float64 if x.dtype == torch.float64 else torch.float32
+    math = checks.wide_dtype(x)
     return torch.relu(x.to(math)).square().to(x.dtype)
 
 
@@ -247,9 +245,7 @@ _DROPOUT_ADD = "dropout_add"
 def _dropout_add_fake_forward(x: Tensor, residual: Tensor, seed: Tensor | None, p: float) -> Tensor:
     checks.float_dtype(_DROPOUT_ADD, "x", x)
     checks.float_dtype(_DROPOUT_ADD, "residual", residual)
-    checks.same_dtype(_DROPOUT_ADD, "residual", residual, x)
-    checks.same_shape(_DROPOUT_ADD, "residual", residual, x.shape)
-    checks.same_device(_DROPOUT_ADD, "residual", residual, x)
+    checks.alike(_DROPOUT_ADD, "residual", residual, x)
     check_p(_DROPOUT_ADD, p)
     check_seed(_DROPOUT_ADD, seed, x)
     checks.at_least_one_dimension(_DROPOUT_ADD, "x", x)
@@ -282,7 +278,7 @@ def _dropout_add_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
 def _dropout_add_differentiable_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     dx = dy
     if saved.seed is not None:
-        math = torch.float64 if dy.dtype == torch.float64 else torch.float32
+        math = checks.wide_dtype(dy)
         factor = call_raw(_dropout_add_raw_backward, torch.ones_like(dy, dtype=math), saved.seed, saved.p)
         dx = torch.where(factor != 0, dy.to(math) * factor, 0).to(dy.dtype)
     return {"x": dx, "residual": dy}
@@ -291,7 +287,7 @@ def _dropout_add_differentiable_backward(saved: Saved, wants: Wants, dy: Tensor)
 def _dropout_add_plain(x: Tensor, residual: Tensor, seed: Tensor | None, p: float) -> Tensor:
     if seed is None:
         return x + residual
-    math = torch.float64 if x.dtype == torch.float64 else torch.float32
+    math = checks.wide_dtype(x)
     factor = call_raw(_dropout_add_raw_backward, torch.ones(tuple(x.shape), dtype=math, device=x.device), seed, p)
     return (torch.where(factor != 0, x.to(math) * factor, 0) + residual.to(math)).to(x.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,12 +14,10 @@ from warpsmith.optim import _eight_bit as eight_bit
 from warpsmith.optim._precision import EXTRA_DTYPES
 
 
-def check_shapes(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Refuses states of other shapes than their parameters' before anything is loaded."""
+def check_shapes(optimizer: Any, state_dict: dict[str, Any], names: Collection[str]) -> None:
+    """Refuses states of these names and other shapes than their parameters' before anything is loaded."""
     saved = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = lists.all_params(optimizer.param_groups)
-    rows = {optimizer._row_of(group) for group in optimizer.param_groups}
-    names = {*EXTRA_DTYPES, *(name for row in rows for name in state_names(row))}
     if len(saved) != len(params):
         return  # torch says so
     for index, (key, p) in enumerate(zip(saved, params, strict=True)):
@@ -40,14 +39,17 @@ def check_shapes(optimizer: Any, state_dict: dict[str, Any]) -> None:
 def check_names(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Refuses the states of another optimizer before anything is loaded."""
     keys = [i for group in state_dict["param_groups"] for i in group["params"]]
-    needed = sorted(optimizer._needed, key=COUNTER.__eq__)
-    of_storage = {*EXTRA_DTYPES, SCALES, *(() if COUNTER in needed else (COUNTER,))}
     for index, key in enumerate(keys[: len(lists.all_params(optimizer.param_groups))]):
-        names = set(state_dict["state"].get(key, ())) - of_storage
-        missing = [name for name in needed if names and name not in names]
-        if missing:
-            argument = f"state_dict: state of {lists.describe(optimizer.param_groups, index)}"
-            optimizer._refuse(argument, f"one with {', '.join(needed)}", f"one without {', '.join(missing)}")
+        argument = f"state_dict: {lists.describe(optimizer.param_groups, index)}"
+        check_state(optimizer, argument, state_dict["state"].get(key, ()))
+
+
+def check_state(optimizer: Any, argument: str, state: Iterable[str]) -> None:
+    """Refuses the state of a parameter that is another optimizer's."""
+    needed = sorted(optimizer._needed, key=COUNTER.__eq__)
+    names = set(state) - {*EXTRA_DTYPES, SCALES, *(() if COUNTER in needed else (COUNTER,))}
+    if missing := [name for name in needed if names and name not in names]:
+        optimizer._refuse(argument, f"a state with {', '.join(needed)}", f"one without {', '.join(missing)}")
 
 
 def restore_precision(optimizer: Any, state_dict: dict[str, Any]) -> None:

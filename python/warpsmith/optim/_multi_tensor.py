@@ -6,6 +6,7 @@ the step are here, loading is in ``_loading.py``, tables of addresses are in ``_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NoReturn
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from warpsmith._core import checks
 from warpsmith._core import tensor_list as lists
-from warpsmith._core.raw_step import COUNTER, SCALES, optim_step, value_names
+from warpsmith._core.raw_step import COUNTER, SCALES, optim_step, state_names, value_names
 from warpsmith.optim import _eight_bit as eight_bit
 from warpsmith.optim import _loading as loading
 from warpsmith.optim._plan import Kind, Plan
@@ -36,6 +37,10 @@ def _is_part(value: Any) -> bool:
 AT_LEAST_0: Check = ("a number >= 0", lambda x: x >= 0)
 A_NUMBER: Check = ("a number", lambda x: x == x)
 TWO_PARTS: Check = ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(map(_is_part, x)))
+THREE_NUMBERS: Check = (
+    "three numbers",
+    lambda x: len(x) == 3 and all(checks.is_number(v) and math.isfinite(v) for v in x),
+)
 _FLAGS = (
     *("maximize", "amsgrad", "nesterov", "centered", "capturable", "differentiable", "decoupled_weight_decay"),
     *("grad_averaging", "use_nvlamb", "foreach", "fused"),
@@ -43,23 +48,91 @@ _FLAGS = (
 _OR_NONE = ("foreach", "fused")
 
 
-def check_lr(op: str, argument: str, lr: Any) -> None:
-    if not isinstance(lr, Tensor):
-        checks.number(op, argument, lr, *AT_LEAST_0)
-        return
-    if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
-        got = f"{checks.dtype_text(lr.dtype)} {tuple(lr.shape)}"
-        checks.refuse(op, argument, "a number, or one float32 or float64 element", got)
-    if lr.device.type == "cpu" and not lr.item() >= 0:
-        checks.refuse(op, argument, "a number >= 0", checks.value_text(lr.item()))
-
-
-class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
-    """What all optimizers of this package share; they are its subclasses."""
+class CheckedOptimizer(torch.optim.Optimizer):
+    """Checks of hyperparameters and of loaded states, and the call of a step."""
 
     _step_supports_amp_scaling = True  # GradScaler then leaves dividing and skipping to step()
 
     _op: ClassVar[str]  # in messages
+
+    _check_loaded: Callable[[dict[str, Any]], None]  # before anything is loaded
+    _restore: Callable[[dict[str, Any]], None]  # of loaded states: torch has given them dtypes of parameters
+    _forget: Callable[[], None]
+    _update: Callable[[], None]
+
+    def _refuse(self, argument: str, expected: str, got: Any) -> NoReturn:
+        checks.refuse(self._op, argument, expected, got if isinstance(got, str) else checks.value_text(got))
+        raise AssertionError
+
+    def _check_values(self, group: Group, values: Mapping[str, Check], prefix: str = "") -> None:
+        """Refuses lr and these hyperparameters where they do not fit. ``prefix``: of their names in messages."""
+        self._check_lr(f"{prefix}lr", group["lr"])
+        for name, (expected, fits) in values.items():
+            argument, value = prefix + name, group[name]
+            if (expected, fits) not in (TWO_PARTS, THREE_NUMBERS):
+                checks.number(self._op, argument, value, expected, fits)
+                continue
+            if not isinstance(value, (tuple, list)):
+                checks.refuse_type(self._op, argument, expected, value)
+            if not fits(value):
+                self._refuse(argument, expected, value)
+
+    def _check_lr(self, argument: str, lr: Any) -> None:
+        if not isinstance(lr, Tensor):
+            checks.number(self._op, argument, lr, *AT_LEAST_0)
+            return
+        if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
+            got = f"{checks.dtype_text(lr.dtype)} {tuple(lr.shape)}"
+            self._refuse(argument, "a number, or one float32 or float64 element", got)
+        if lr.device.type == "cpu" and not lr.item() >= 0:
+            self._refuse(argument, "a number >= 0", lr.item())
+
+    def _check_seed(self, seed: Any) -> None:
+        if not checks.is_integer(seed) or not 0 <= seed < 2**53:
+            self._refuse("seed", "a whole number in [0, 2^53)", seed)
+
+    def _refuse_capture(self) -> NoReturn:
+        raise RuntimeError(f"{self._op}: take one step before the capture: a replay would make the states anew")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of an optimizer of this class, here or in ``torch.optim``."""
+        checked = []
+
+        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+            self._check_loaded(given)
+            checked.append(given)
+
+        last = self.register_load_state_dict_pre_hook(check)  # after all others, which may change what is loaded
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        self._restore(checked[0])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            for p in group["params"]:
+                s = self.state.get(p, {})
+                if COUNTER in s:  # torch counts in Python numbers (before 1.12) or on the CPU where it is not fused
+                    s[COUNTER] = torch.as_tensor(s[COUNTER], dtype=torch.float32, device=p.device)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step. ``closure`` recomputes the loss, which is then returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+
+class MultiTensorOptimizer(WithStepExtras, CheckedOptimizer):
+    """What all optimizers share that update every parameter in one launch; they are its subclasses."""
+
     _row: ClassVar[str]  # of the kernels, where all groups have the same
     _needed: ClassVar[tuple[str, ...]]  # names without which a state that is not empty is another optimizer's
     _checks: ClassVar[Mapping[str, Check]]  # of hyperparameters other than lr
@@ -106,25 +179,11 @@ class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
 
     # Hyperparameters and groups.
 
-    def _refuse(self, argument: str, expected: str, got: Any) -> NoReturn:
-        checks.refuse(self._op, argument, expected, got if isinstance(got, str) else checks.value_text(got))
-        raise AssertionError
-
     def _check_hyperparameters(self, group: Group) -> None:
-        check_lr(self._op, "lr", group["lr"])
-        for name, (expected, fits) in self._checks.items():
-            if (expected, fits) != TWO_PARTS:
-                checks.number(self._op, name, group[name], expected, fits)
-                continue
-            if not isinstance(group[name], (tuple, list)):
-                checks.refuse_type(self._op, name, expected, group[name])
-            if not fits(group[name]):
-                self._refuse(name, expected, group[name])
+        self._check_values(group, self._checks)
         self._check_flags(group)
         checks.one_of(self._op, "precision", group.get("precision"), PRECISIONS)
-        seed = group.get("seed", 0)
-        if not checks.is_integer(seed) or not 0 <= seed < 2**53:
-            self._refuse("seed", "a whole number in [0, 2^53)", seed)
+        self._check_seed(group.get("seed", 0))
         if group.get("precision") == "8bit" and not self._takes_8bit(group):
             self._refuse("precision", _NOT_8BIT, "8bit")
         keep = group.get("keep_fp32", ())
@@ -176,22 +235,14 @@ class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
             if param.requires_grad:
                 self._checked_storage(lists.describe(self.param_groups, index), param, group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of an optimizer of this class, here or in ``torch.optim``."""
-        checked = []
+    def _check_loaded(self, state_dict: dict[str, Any]) -> None:
+        for group in state_dict["param_groups"]:
+            self._check_hyperparameters({**self.defaults, **group, **self._of_every_group})
+        rows = {self._row_of(group) for group in self.param_groups}
+        loading.check_shapes(self, state_dict, {*EXTRA_DTYPES, *(name for row in rows for name in state_names(row))})
 
-        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-            for group in given["param_groups"]:
-                self._check_hyperparameters({**self.defaults, **group, **self._of_every_group})
-            loading.check_shapes(self, given)
-            checked.append(given)
-
-        last = self.register_load_state_dict_pre_hook(check)  # after all others, which may change what is loaded
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
-        loading.restore_precision(self, checked[0])
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        loading.restore_precision(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_step_supports_amp_scaling": self._step_supports_amp_scaling}
@@ -199,28 +250,13 @@ class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         captured = getattr(self, "_captured", [])
         super().__setstate__(state)
-        self._forget()
         self._captured = captured
         for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
             group.update(self._of_every_group)
             for p in group["params"]:
-                s = self.state.get(p, {})
-                self._adopt(s)
-                if COUNTER in s:  # torch counts in Python numbers (before 1.12) or on the CPU where it is not fused
-                    s[COUNTER] = torch.as_tensor(s[COUNTER], dtype=torch.float32, device=p.device)
+                self._adopt(self.state.get(p, {}))
 
     # The step.
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step. ``closure`` recomputes the loss, which is then returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update()
-        return loss
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # addresses cannot be traced
     @torch.no_grad()
@@ -268,7 +304,7 @@ class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
             if params[i].grad is not None:
                 lists.checked_gradient(self._op, self.param_groups, i, params[i])
         if capturing and any(self._arrays_of(params[i], owners[i]) and not self.state.get(params[i]) for i in active):
-            raise RuntimeError(f"{self._op}: take one step before the capture: a replay would make the states anew")
+            self._refuse_capture()
         for i in active:
             self._prepare_state(params[i], owners[i])
         plan = Plan(self, active)
@@ -296,12 +332,7 @@ class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
         if type(first) is not int or first < 0:
             self._refuse(f"{argument}: first_element", "a whole number >= 0", first)
         state = self.state.get(param)
-        needed = sorted(self._needed, key=COUNTER.__eq__)
-        of_storage = {*EXTRA_DTYPES, SCALES, *(() if COUNTER in needed else (COUNTER,))}
-        of_optimizer = set(state or ()) - of_storage
-        missing = [name for name in needed if of_optimizer and name not in of_optimizer]
-        if missing:  # another optimizer's
-            self._refuse(argument, f"a state with {', '.join(needed)}", f"one without {', '.join(missing)}")
+        loading.check_state(self, argument, state or {})
         for name in storage.arrays(self._states_of(group)):
             if not state or name not in state:
                 continue

@@ -1,22 +1,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from warpsmith._core import checks
 from warpsmith._core import tensor_list as lists
+from warpsmith._core.raw_step import COUNTER
 from warpsmith.optim import _newton_schulz as iteration
-from warpsmith.optim._multi_tensor import AT_LEAST_0, TWO_PARTS, Group, MultiTensorOptimizer, check_lr
+from warpsmith.optim._loading import check_shapes
+from warpsmith.optim._multi_tensor import (
+    AT_LEAST_0,
+    THREE_NUMBERS,
+    TWO_PARTS,
+    CheckedOptimizer,
+    Group,
+    MultiTensorOptimizer,
+)
 from warpsmith.optim._precision import EXTRA_DTYPES, PRECISIONS, dtypes_of, storage_of
 from warpsmith.optim.adamw import AdamW
 from warpsmith.optim.sgd import SGD
 
-_OP = "Muon"
 _LEARNING_RATES = ("original", "match_rms_adamw")
 _PRECISIONS = tuple(p for p in PRECISIONS if p != "8bit")
 _WIDE = ("master", "remainder")  # precisions whose states are float32
@@ -33,7 +41,7 @@ class _Matrix(NamedTuple):
     group: int
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(CheckedOptimizer):
     r"""Muon: the momentum of each matrix, orthogonalised; equal shapes together.
 
     .. math::
@@ -83,7 +91,9 @@ class Muon(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then leaves dividing and skipping to step()
+    _op = "Muon"
+    _of_matrices = {**dict.fromkeys(("weight_decay", "momentum", "eps"), AT_LEAST_0), "ns_coefficients": THREE_NUMBERS}
+    _of_others_groups = {"betas": TWO_PARTS, "weight_decay": AT_LEAST_0, "eps": AT_LEAST_0}
 
     def __init__(
         self,
@@ -120,9 +130,9 @@ class Muon(torch.optim.Optimizer):
             "precision": precision,
             "seed": seed,
         }
-        checks.one_of(_OP, "others", others, (None, "adamw"))
+        checks.one_of(self._op, "others", others, (None, "adamw"))
         if isinstance(others_names, str) or not all(isinstance(pattern, str) for pattern in others_names):
-            _refuse("others_names", "a sequence of patterns for names of parameters", others_names)
+            self._refuse("others_names", "a sequence of patterns for names of parameters", others_names)
         self._has_others, self._others_names = others is not None, tuple(others_names)
         self._of_others = {
             "lr": lr if others_lr is None else others_lr,
@@ -131,53 +141,33 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": weight_decay if others_weight_decay is None else others_weight_decay,
         }
         self._check(defaults)
-        self._check_others({**defaults, **self._of_others}, "others_")
+        self._check_values({**defaults, **self._of_others}, self._of_others_groups, "others_")
         self._forget()
         super().__init__(params, defaults)
 
     # Hyperparameters and groups.
 
-    @staticmethod
-    def _check(group: Group) -> None:
-        check_lr(_OP, "lr", group["lr"])
-        for name in ("weight_decay", "momentum", "eps"):
-            checks.number(_OP, name, group[name], *AT_LEAST_0)
-        checks.flags(_OP, nesterov=group["nesterov"])
-        three = group["ns_coefficients"]
-        if not isinstance(three, (tuple, list)):
-            checks.refuse_type(_OP, "ns_coefficients", "three numbers", three)
-        if len(three) != 3 or not all(checks.is_number(x) and math.isfinite(x) for x in three):
-            _refuse("ns_coefficients", "three numbers", three)
+    def _check(self, group: Group) -> None:
+        self._check_values(group, self._of_matrices)
+        checks.flags(self._op, nesterov=group["nesterov"])
         steps = group["ns_steps"]
         if not checks.is_integer(steps) or not 0 <= steps < 100:
-            _refuse("ns_steps", "a whole number in [0, 100)", steps)
-        checks.one_of(_OP, "adjust_lr_fn", group["adjust_lr_fn"], (None, *_LEARNING_RATES))
-        checks.one_of(_OP, "newton_schulz", group["newton_schulz"], iteration.FORMS)
-        checks.one_of(_OP, "precision", group["precision"], _PRECISIONS)
-        if not checks.is_integer(group["seed"]) or not 0 <= group["seed"] < 2**53:
-            _refuse("seed", "a whole number in [0, 2^53)", group["seed"])
-
-    @staticmethod
-    def _check_others(group: Group, prefix: str = "") -> None:
-        check_lr(_OP, f"{prefix}lr", group["lr"])
-        for name in ("weight_decay", "eps"):
-            checks.number(_OP, prefix + name, group[name], *AT_LEAST_0)
-        expected, fits = TWO_PARTS
-        if not isinstance(group["betas"], (tuple, list)):
-            checks.refuse_type(_OP, f"{prefix}betas", expected, group["betas"])
-        if not fits(group["betas"]):
-            _refuse(f"{prefix}betas", expected, group["betas"])
+            self._refuse("ns_steps", "a whole number in [0, 100)", steps)
+        checks.one_of(self._op, "adjust_lr_fn", group["adjust_lr_fn"], (None, *_LEARNING_RATES))
+        checks.one_of(self._op, "newton_schulz", group["newton_schulz"], iteration.FORMS)
+        checks.one_of(self._op, "precision", group["precision"], _PRECISIONS)
+        self._check_seed(group["seed"])
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group of parameters, with its own values for any of the constructor's arguments; those that AdamW
         steps become a group of their own."""
         if not isinstance(param_group, dict):
-            checks.refuse_type(_OP, "param_group", "a dict", param_group)
+            checks.refuse_type(self._op, "param_group", "a dict", param_group)
         given = dict(param_group)
         of_adamw = given.pop("others", False)
-        checks.flags(_OP, others=of_adamw)
+        checks.flags(self._op, others=of_adamw)
         if of_adamw and not self._has_others:
-            _refuse("others", 'False beside others=None of the constructor, which takes "adamw"', True)
+            self._refuse("others", 'False beside others=None of the constructor, which takes "adamw"', True)
         params = given.pop("params")
         entries = [params] if isinstance(params, Tensor) else list(params)
         apart = [of_adamw or (self._has_others and self._is_other(entry)) for entry in entries]
@@ -194,7 +184,7 @@ class Muon(torch.optim.Optimizer):
                 alike = ("weight_decay", "betas", "precision")
                 own = given if of_adamw or not matrices else {n: given[n] for n in alike if n in given}
                 values = {**self._of_others, **own}
-                self._check_others({**self.defaults, **values})
+                self._check_values({**self.defaults, **values}, self._of_others_groups)
                 kept = {name: value for name, value in given.items() if name not in values}
                 super().add_param_group({**kept, **values, "others": True, "params": others})
         except (ValueError, TypeError):
@@ -213,60 +203,33 @@ class Muon(torch.optim.Optimizer):
         for index, param in enumerate(self.param_groups[number]["params"], start):
             argument = lists.describe(self.param_groups, index)
             if param.dim() != 2:
-                _refuse(argument, 'a matrix (others="adamw" steps other parameters)', f"shape {tuple(param.shape)}")
+                self._refuse(
+                    argument, 'a matrix (others="adamw" steps other parameters)', f"shape {tuple(param.shape)}"
+                )
             if hasattr(param, "to_local"):
-                _refuse(argument, "a whole matrix", "a DTensor")
+                self._refuse(argument, "a whole matrix", "a DTensor")
             precision = self.param_groups[number]["precision"]
             if param.requires_grad and storage_of(precision, param.dtype) is None:
                 known = (torch.float32, torch.float16, torch.bfloat16) if precision is None else dtypes_of(precision)
-                _refuse(argument, " or ".join(map(checks.dtype_text, known)), checks.dtype_text(param.dtype))
+                self._refuse(argument, " or ".join(map(checks.dtype_text, known)), checks.dtype_text(param.dtype))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of an optimizer of this class, here or in ``torch.optim``."""
-        checked = []
+    def _check_loaded(self, state_dict: dict[str, Any]) -> None:
+        for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            if bool(group.get("others")) != bool(mine.get("others")):
+                kinds = ["one that AdamW steps" if g.get("others") else "one of matrices" for g in (mine, group)]
+                self._refuse("state_dict: a group", *kinds)
+            whole = {**self.defaults, **group}
+            self._check_values(whole, self._of_others_groups) if group.get("others") else self._check(whole)
+        check_shapes(self, state_dict, {name for s in state_dict["state"].values() for name in s} - {COUNTER})
 
-        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-            for group, mine in zip(given["param_groups"], self.param_groups, strict=False):
-                if bool(group.get("others")) != bool(mine.get("others")):
-                    kinds = ["one that AdamW steps" if g.get("others") else "one of matrices" for g in (mine, group)]
-                    _refuse("state_dict: a group", *kinds)
-                whole = {**self.defaults, **group}
-                self._check_others(whole) if group.get("others") else self._check(whole)
-            for index, p, state in self._loaded(given):
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and name != "step" and value.shape != p.shape:
-                        argument = f"state_dict: {name} of {lists.describe(self.param_groups, index)}"
-                        _refuse(argument, f"shape {tuple(p.shape)}", str(tuple(value.shape)))
-            checked.append(given)
-
-        last = self.register_load_state_dict_pre_hook(check)  # after all others, which may change what is loaded
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
-        owners = [group for group in self.param_groups for _ in group["params"]]
-        for index, p, state in self._loaded(checked[0]):
-            for name, value in state.items():
-                dtype = EXTRA_DTYPES.get(name, torch.float32 if owners[index]["precision"] in _WIDE else None)
-                if isinstance(value, Tensor) and name != "step" and dtype is not None:
-                    self.state[p][name] = value.to(device=p.device, dtype=dtype)  # torch gave it the parameter's
-
-    def _loaded(self, state_dict: dict[str, Any]) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
+    def _restore(self, state_dict: dict[str, Any]) -> None:
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = lists.all_params(self.param_groups)
-        if len(keys) == len(params):  # else torch says so
-            for index, (key, param) in enumerate(zip(keys, params, strict=True)):
-                yield index, param, state_dict["state"].get(key, {})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-            for p in group["params"]:
-                if "step" in self.state.get(p, {}):  # torch leaves it where it was
-                    self.state[p]["step"] = torch.as_tensor(self.state[p]["step"], dtype=torch.float32).to(p.device)
-        self._forget()
+        owners = [group for group in self.param_groups for _ in group["params"]]
+        for key, p, group in zip(keys, lists.all_params(self.param_groups), owners, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                dtype = EXTRA_DTYPES.get(name, torch.float32 if group["precision"] in _WIDE else None)
+                if isinstance(value, Tensor) and name != COUNTER and dtype is not None:
+                    self.state[p][name] = value.to(device=p.device, dtype=dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_has_others", "_others_names", "_of_others")
@@ -278,15 +241,6 @@ class Muon(torch.optim.Optimizer):
         self._parts: list[MultiTensorOptimizer] = []
         self._aliases: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of buffer and parameter, whose gradients are ours
         self._known: tuple[Any, ...] = ()
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step. ``closure`` recomputes the loss, which is then returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update()
-        return loss
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # addresses cannot be traced
     @torch.no_grad()
@@ -350,7 +304,7 @@ class Muon(torch.optim.Optimizer):
             state = self.state[matrix.param]
             if BUFFER not in state:
                 if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError(f"{_OP}: take one step before the capture: a replay would make the states anew")
+                    self._refuse_capture()
                 precision, grad = self.param_groups[matrix.group]["precision"], matrix.grad
                 dtype = torch.float32 if precision in _WIDE else grad.dtype
                 dtype = torch.bfloat16 if precision == "bf16_states" else dtype
@@ -376,7 +330,7 @@ class Muon(torch.optim.Optimizer):
     def _check_gradients(self, active: list[_Matrix]) -> None:
         for matrix in active:
             index = next(i for i, p in enumerate(lists.all_params(self.param_groups)) if p is matrix.param)
-            lists.checked_gradient(_OP, self.param_groups, index, matrix.param)
+            lists.checked_gradient(self._op, self.param_groups, index, matrix.param)
 
     def _ratio(self, matrix: _Matrix) -> float:
         """Of the learning rate of a matrix and its group's."""
@@ -419,11 +373,6 @@ class Muon(torch.optim.Optimizer):
             stepped.state[self._aliases[matrix.param][1]] = self.state[matrix.param]
         adamw.state = self.state
         self._parts = [momentum, stepped, adamw]
-
-
-def _refuse(argument: str, expected: str, got: Any) -> NoReturn:
-    checks.refuse(_OP, argument, expected, got if isinstance(got, str) else checks.value_text(got))
-    raise AssertionError
 
 
 def _made(kind: type[MultiTensorOptimizer], groups: list[Group], **defaults: Any) -> Any:
