@@ -6,6 +6,7 @@ statistics in place, but for the traced one, which returns new ones that the pub
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,10 +21,7 @@ NAME = "batch_norm"
 
 
 def _rows(x: Tensor) -> Any:
-    rows: Any = x.shape[0]
-    for size in x.shape[2:]:
-        rows = rows * size
-    return rows
+    return math.prod((x.shape[0], *x.shape[2:]))
 
 
 def _vector(x: Tensor) -> int:

@@ -6,6 +6,7 @@ for an RMS norm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from operator import attrgetter
 from types import NoneType
@@ -37,10 +38,7 @@ def _check_inputs(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | 
 
 def _new_statistics(x: Tensor) -> Tensor:
     """A fake mean or rstd: one element a row."""
-    rows: Any = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-    return x.new_empty((rows,), dtype=checks.wide_dtype(x))
+    return x.new_empty((math.prod(x.shape[:-1]),), dtype=checks.wide_dtype(x))
 
 
 def _new_output(like: Tensor) -> Tensor:

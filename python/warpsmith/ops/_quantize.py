@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -116,9 +117,7 @@ def _fake_quantize(
     if not 0 <= transpose < len(TRANSPOSES):
         checks.refuse(op, "transpose", "0 (no), 1 (also) or 2 (only)", str(transpose))
     kind, how = SCALINGS[scaling], TRANSPOSES[transpose]
-    rows: Any = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
+    rows: Any = math.prod(x.shape[:-1])
     turned = (x.shape[-1], rows)
     scales, turned_scales = _scale_shape(kind, x.shape, rows), _scale_shape(kind, turned, x.shape[-1])
     if scale is not None:
@@ -148,9 +147,7 @@ def _fake_dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     check_dtype(op, "dtype", dtype, FLOATS)
     if data.dim() == 0:
         checks.refuse(op, "data", "at least one dimension", "a tensor without dimensions")
-    rows: Any = 1
-    for size in data.shape[:-1]:
-        rows = rows * size
+    rows: Any = math.prod(data.shape[:-1])
     shapes = [_scale_shape(kind, data.shape, rows) for kind in SCALINGS]
     if not any(
         len(scale.shape) == len(shape) and all(checks.possible(a == b) for a, b in zip(scale.shape, shape, strict=True))

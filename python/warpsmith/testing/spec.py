@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -194,13 +195,13 @@ class OpSpec:
 
     def few_enough_for_sim(self, cases: Sequence[Case]) -> list[Case]:
         """Those of the cases that run on the simulated kernels."""
-        return [c for c in cases if _elements(c) <= self.sim_elements]
+        return [c for c in cases if math.prod(c.shape) <= self.sim_elements]
 
     def base_case(self, dtype: torch.dtype | None = None) -> Case:
         """The ordinary case (of a dtype) that checks of a single case use: the first that is contiguous and has no zero
         size. Cases of few elements or with sizes of one come late, and without ``dtype`` those of float64 too: not
         every device has it."""
-        ordinary = [c for c in self.cases if c.layout == "contiguous" and _elements(c) > 1]
+        ordinary = [c for c in self.cases if c.layout == "contiguous" and math.prod(c.shape) > 1]
         if dtype is not None:
             ordinary = [c for c in ordinary if c.dtype == dtype and not c.dtypes]
         if not ordinary:
@@ -208,17 +209,10 @@ class OpSpec:
             raise ValueError(f"{self.name}: cases: expected a contiguous{wanted} case with elements, got none")
         return min(
             ordinary,
-            key=lambda c: (c.dtype == torch.float64, len(c.shape) < 2, 1 in c.shape, _elements(c) < FEW_ELEMENTS),
+            key=lambda c: (c.dtype == torch.float64, len(c.shape) < 2, 1 in c.shape, math.prod(c.shape) < FEW_ELEMENTS),
         )
 
     def smallest_case(self) -> Case:
         """The case with the fewest elements that still has more than one."""
-        many = [c for c in self.cases if _elements(c) > 1 and c.layout == "contiguous"]
-        return min(many or [self.base_case()], key=_elements)
-
-
-def _elements(case: Case) -> int:
-    count = 1
-    for size in case.shape:
-        count *= size
-    return count
+        many = [c for c in self.cases if math.prod(c.shape) > 1 and c.layout == "contiguous"]
+        return min(many or [self.base_case()], key=lambda c: math.prod(c.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -122,16 +123,9 @@ def _one_per_dtype(spec: OpSpec, device: str) -> list[Any]:
     largest: dict[torch.dtype, Any] = {}
     for case in spec.cases_on(device):
         kept = largest.get(case.dtype)
-        if kept is None or _size(case) > _size(kept):
+        if kept is None or math.prod(case.shape) > math.prod(kept.shape):
             largest[case.dtype] = case
     return list(largest.values())
-
-
-def _size(case: Any) -> int:
-    size = 1
-    for s in case.shape:
-        size *= s
-    return size
 
 
 def check_op(spec: OpSpec, device: str = "cpu") -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import math
 import os
 from io import FileIO
 from pathlib import Path
@@ -108,9 +109,7 @@ def read(file: Hashed, length_bytes: int) -> dict[str, Tensor]:
     header.pop(RESERVED, None)
     tensors, offset = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
-        elements = 1
-        for size in entry["shape"]:
-            elements *= size
+        elements = math.prod(entry["shape"])
         dtype = DTYPES[entry["dtype"]]
         end = offset + elements * dtype.itemsize
         # Before the memory is asked for: a damaged header may name a tensor of any size.
