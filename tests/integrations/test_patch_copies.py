@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import pickle
 
@@ -15,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 from warpsmith.integrations.transformers import Patched, patch  # noqa: E402
 
 from .families import FAMILIES, ROWS, TOKENS, classes_of, small_model  # noqa: E402
+from .test_patch_models import LOADED  # noqa: E402
 
 
 def gradients(model):
@@ -33,19 +33,6 @@ def assert_close(found, expected):
 def forwards(family):
     """The forward of each class of a family, and of torch's norm."""
     return [cls.forward for cls in (*classes_of(family)[0].values(), torch.nn.LayerNorm)]
-
-
-def torch_saved(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-LOADED = {
-    "torch.save": torch_saved,
-    **{f"pickle {n}": lambda m, n=n: pickle.loads(pickle.dumps(m, protocol=n)) for n in range(2, 6)},
-}
 
 
 @pytest.mark.parametrize("attention", [False, True], ids=["ops", "attention"])
