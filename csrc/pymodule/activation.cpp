@@ -18,26 +18,13 @@ pybind11::dict plan_elementwise(const char* op, const pybind11::kwargs& given) {
   problem.refuse_unknown();
 
   const ElementwiseConfig c = choose_elementwise(p);
-  pybind11::dict d;
-  d["flat"] = c.flat;
-  d["vector_elems"] = c.vector_elems;
-  d["threads"] = c.threads;
-  d["vectors"] = c.vectors;
-  d["blocks"] = c.blocks;
-  d["why"] = c.why;
-  return d;
+  return pybind11::dict("flat"_a = c.flat, "vector_elems"_a = c.vector_elems, "threads"_a = c.threads,
+                        "vectors"_a = c.vectors, "blocks"_a = c.blocks, "why"_a = c.why);
 }
 
 pybind11::dict describe(const BiasedConfig& c) {
-  pybind11::dict d;
-  d["vector_elems"] = c.vector_elems;
-  d["width"] = c.width;
-  d["threads"] = c.threads;
-  d["tiles"] = c.tiles;
-  d["row_blocks"] = c.row_blocks;
-  d["blocks"] = c.blocks();
-  d["why"] = c.why;
-  return d;
+  return pybind11::dict("vector_elems"_a = c.vector_elems, "width"_a = c.width, "threads"_a = c.threads,
+                        "tiles"_a = c.tiles, "row_blocks"_a = c.row_blocks, "blocks"_a = c.blocks(), "why"_a = c.why);
 }
 
 pybind11::dict plan_biased(const char* op, const pybind11::kwargs& given) {

@@ -6,14 +6,8 @@ namespace warpsmith::host {
 namespace {
 
 pybind11::dict describe(const BatchNormConfig& c) {
-  pybind11::dict d;
-  d["vector_elems"] = c.vector_elems;
-  d["threads"] = kBatchNormThreads;
-  d["threads_a_row"] = c.lanes;
-  d["rows_a_turn"] = c.rows_a_turn;
-  d["slices"] = c.slices;
-  d["blocks"] = c.blocks();
-  return d;
+  return pybind11::dict("vector_elems"_a = c.vector_elems, "threads"_a = kBatchNormThreads, "threads_a_row"_a = c.lanes,
+                        "rows_a_turn"_a = c.rows_a_turn, "slices"_a = c.slices, "blocks"_a = c.blocks());
 }
 
 pybind11::dict plan(const pybind11::kwargs& given) {
@@ -25,12 +19,10 @@ pybind11::dict plan(const pybind11::kwargs& given) {
   p.multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
   problem.refuse_unknown();
 
-  pybind11::dict d;
-  d["statistics"] = describe(choose_batch_norm(p, BatchNormTogether::statistics));
-  d["normalize"] = describe(choose_batch_norm(p, BatchNormTogether::normalize));
-  d["sums"] = describe(choose_batch_norm(p, BatchNormTogether::sums));
-  d["gradients"] = describe(choose_batch_norm(p, BatchNormTogether::gradients));
-  return d;
+  return pybind11::dict("statistics"_a = describe(choose_batch_norm(p, BatchNormTogether::statistics)),
+                        "normalize"_a = describe(choose_batch_norm(p, BatchNormTogether::normalize)),
+                        "sums"_a = describe(choose_batch_norm(p, BatchNormTogether::sums)),
+                        "gradients"_a = describe(choose_batch_norm(p, BatchNormTogether::gradients)));
 }
 
 const RegisterPlanner registered[] = {{"batch_norm", plan}};

@@ -11,17 +11,9 @@ namespace warpsmith::host {
 namespace {
 
 py::dict describe(const CrossEntropyConfig& c) {
-  py::dict d;
-  d["kernel"] = name(c.kernel);
-  d["cluster"] = c.cluster;
-  d["threads_a_row"] = c.lanes * c.cluster;
-  d["threads"] = c.threads;
-  d["blocks"] = c.blocks;
-  d["vectors_of_a_thread"] = c.slots;
-  d["bulk_copies"] = c.bulk;
-  d["shared_bytes"] = c.shared_bytes;
-  d["why"] = c.why;
-  return d;
+  return py::dict("kernel"_a = name(c.kernel), "cluster"_a = c.cluster, "threads_a_row"_a = c.lanes * c.cluster,
+                  "threads"_a = c.threads, "blocks"_a = c.blocks, "vectors_of_a_thread"_a = c.slots,
+                  "bulk_copies"_a = c.bulk, "shared_bytes"_a = c.shared_bytes, "why"_a = c.why);
 }
 
 py::dict plan(const py::kwargs& given) {

@@ -7,15 +7,10 @@ namespace {
 
 pybind11::dict describe(const GroupNormProblem& p) {
   const GroupNormConfig c = choose_group_norm(p);
-  pybind11::dict d;
-  d["vector_elems"] = c.vector_elems;
-  d["threads"] = kGroupNormThreads;
-  d["threads_a_pixel"] = c.lanes;
-  d["ranges"] = c.ranges;
-  d["range_channels"] = c.vectors * c.vector_elems;
-  d["cluster"] = c.cluster;
-  d["blocks"] = p.samples * c.ranges * c.cluster;
-  return d;
+  return pybind11::dict("vector_elems"_a = c.vector_elems, "threads"_a = kGroupNormThreads,
+                        "threads_a_pixel"_a = c.lanes, "ranges"_a = c.ranges,
+                        "range_channels"_a = c.vectors * c.vector_elems, "cluster"_a = c.cluster,
+                        "blocks"_a = p.samples * c.ranges * c.cluster);
 }
 
 pybind11::dict plan(const pybind11::kwargs& given) {

@@ -15,14 +15,10 @@ pybind11::dict plan(const pybind11::kwargs& given) {
   problem.refuse_unknown();
 
   const ImageConfig c = choose_image(p);
-  pybind11::dict d;
-  d["vector_elems"] = c.vector_elems;
-  d["threads"] = kImageThreads;
-  d["blocks"] = c.blocks;
-  d["whole"] = c.whole;
-  d["why"] = c.whole ? "a vector of 16 bytes of the result a thread, four of them in flight"
-                     : "the elements of a sample are no multiple of 8: byte by byte";
-  return d;
+  return pybind11::dict("vector_elems"_a = c.vector_elems, "threads"_a = kImageThreads, "blocks"_a = c.blocks,
+                        "whole"_a = c.whole,
+                        "why"_a = c.whole ? "a vector of 16 bytes of the result a thread, four of them in flight"
+                                          : "the elements of a sample are no multiple of 8: byte by byte");
 }
 
 const RegisterPlanner registered[] = {{"normalize_image", plan}};

@@ -9,20 +9,10 @@ namespace warpsmith::host {
 namespace {
 
 pybind11::dict describe(const NormConfig& c) {
-  pybind11::dict d;
-  d["kernel"] = name(c.kernel);
-  d["scope"] = name(c.scope);
-  d["threads_a_row"] = c.lanes * c.cluster;
-  d["threads"] = c.threads;
-  d["cluster"] = c.cluster;
-  d["blocks"] = c.blocks;
-  d["vector_elems"] = c.vector_elems;
-  d["vectors_a_thread"] = c.vectors;
-  d["rows_together"] = c.rows;
-  d["stages"] = c.stages;
-  d["shared_bytes"] = c.shared_bytes;
-  d["why"] = c.why;
-  return d;
+  return pybind11::dict("kernel"_a = name(c.kernel), "scope"_a = name(c.scope), "threads_a_row"_a = c.lanes * c.cluster,
+                        "threads"_a = c.threads, "cluster"_a = c.cluster, "blocks"_a = c.blocks,
+                        "vector_elems"_a = c.vector_elems, "vectors_a_thread"_a = c.vectors, "rows_together"_a = c.rows,
+                        "stages"_a = c.stages, "shared_bytes"_a = c.shared_bytes, "why"_a = c.why);
 }
 
 pybind11::dict plan(Norm op, const pybind11::kwargs& given) {

@@ -22,12 +22,8 @@ py::dict plan(const char* op, const py::kwargs& given) {
   problem.refuse_unknown();
 
   const OptimConfig c = choose_optim(total_elems, multiprocessors, storage);
-  py::dict d;
-  d["threads"] = c.threads;
-  d["vectors_a_thread"] = c.vectors;
-  d["chunk_elems"] = c.chunk_elems;
-  d["why"] = c.why;
-  return d;
+  return py::dict("threads"_a = c.threads, "vectors_a_thread"_a = c.vectors, "chunk_elems"_a = c.chunk_elems,
+                  "why"_a = c.why);
 }
 
 #define WARPSMITH_ROW(optimizer, F) {#optimizer, [](const py::kwargs& given) { return plan(#optimizer, given); }},

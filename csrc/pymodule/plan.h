@@ -11,6 +11,8 @@
 // Which kernel would run, and why: each op's chooser registers itself here and becomes warpsmith.plan(op, **problem).
 namespace warpsmith::host {
 
+using namespace pybind11::literals;  // planners answer with dict("key"_a = value, ...)
+
 using Planner = std::function<pybind11::dict(const pybind11::kwargs& problem)>;
 
 inline std::map<std::string, Planner>& planners() {

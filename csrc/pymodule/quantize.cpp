@@ -27,16 +27,10 @@ py::dict plan_quantize(const py::kwargs& given) {
   problem.refuse_unknown();
 
   const QuantizeConfig c = choose_quantize(p);
-  py::dict d;
-  d["kernel"] = c.tiles ? "tiles" : "segments";
-  d["amax_pass"] = c.amax_pass;
-  d["threads"] = c.tiles ? tile_threads(p.element_bytes) : kSegmentTeams[c.team].threads;
-  d["threads_a_segment"] = c.tiles ? 0 : kSegmentTeams[c.team].lanes;
-  d["segment"] = c.length;
-  d["blocks"] = c.blocks;
-  d["workspace_bytes"] = 4 * (c.workspace + c.maxima);
-  d["why"] = c.why;
-  return d;
+  return py::dict("kernel"_a = c.tiles ? "tiles" : "segments", "amax_pass"_a = c.amax_pass,
+                  "threads"_a = c.tiles ? tile_threads(p.element_bytes) : kSegmentTeams[c.team].threads,
+                  "threads_a_segment"_a = c.tiles ? 0 : kSegmentTeams[c.team].lanes, "segment"_a = c.length,
+                  "blocks"_a = c.blocks, "workspace_bytes"_a = 4 * (c.workspace + c.maxima), "why"_a = c.why);
 }
 
 py::dict plan_dequantize(const py::kwargs& given) {

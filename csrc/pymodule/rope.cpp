@@ -28,30 +28,17 @@ py::dict plan_rope(const py::kwargs& given) {
   problem.refuse_unknown();
 
   const RopeConfig c = choose_rope(p);
-  py::dict d;
-  d["vector_elems"] = c.vector_elems;
-  d["heads_a_thread"] = c.heads_a_thread;
-  d["threads"] = py::make_tuple(c.threads_x, c.threads_y, c.threads_z);
-  d["blocks"] = py::make_tuple(c.blocks_x, c.blocks_y, c.blocks_z);
-  d["why"] = c.why;
-  return d;
+  return py::dict("vector_elems"_a = c.vector_elems, "heads_a_thread"_a = c.heads_a_thread,
+                  "threads"_a = py::make_tuple(c.threads_x, c.threads_y, c.threads_z),
+                  "blocks"_a = py::make_tuple(c.blocks_x, c.blocks_y, c.blocks_z), "why"_a = c.why);
 }
 
 py::dict describe(const QkNormRopeConfig& c) {
-  py::dict d;
-  d["kernel"] = name(c.kernel);
-  d["vector_elems"] = c.vector_elems;
-  d["threads_a_head"] = c.lanes;
-  d["known_threads_a_head"] = c.known_lanes > 0;
-  d["heads_a_thread"] = c.heads_a_thread;
-  d["threads_a_token"] = c.threads_a_token;
-  d["tokens_a_block"] = c.tokens_a_block;
-  d["threads"] = c.threads;
-  d["blocks"] = c.blocks * c.parts;
-  d["stages"] = c.stages;
-  d["shared_bytes"] = c.shared_bytes;
-  d["why"] = c.why;
-  return d;
+  return py::dict("kernel"_a = name(c.kernel), "vector_elems"_a = c.vector_elems, "threads_a_head"_a = c.lanes,
+                  "known_threads_a_head"_a = c.known_lanes > 0, "heads_a_thread"_a = c.heads_a_thread,
+                  "threads_a_token"_a = c.threads_a_token, "tokens_a_block"_a = c.tokens_a_block,
+                  "threads"_a = c.threads, "blocks"_a = c.blocks * c.parts, "stages"_a = c.stages,
+                  "shared_bytes"_a = c.shared_bytes, "why"_a = c.why);
 }
 
 py::dict plan_qk_norm_rope(const py::kwargs& given) {

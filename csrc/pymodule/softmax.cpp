@@ -6,17 +6,10 @@ namespace warpsmith::host {
 namespace {
 
 pybind11::dict describe(const SoftmaxConfig& c) {
-  pybind11::dict d;
-  d["kernel"] = c.slots ? "resident" : "looped";
-  d["cluster"] = c.cluster;
-  d["threads_a_row"] = c.lanes * c.cluster;
-  d["threads"] = c.threads;
-  d["blocks"] = c.blocks;
-  d["vectors_of_a_thread"] = c.slots;
-  d["bulk_copies"] = c.bulk;
-  d["shared_bytes"] = c.shared_bytes;
-  d["why"] = c.why;
-  return d;
+  return pybind11::dict("kernel"_a = c.slots ? "resident" : "looped", "cluster"_a = c.cluster,
+                        "threads_a_row"_a = c.lanes * c.cluster, "threads"_a = c.threads, "blocks"_a = c.blocks,
+                        "vectors_of_a_thread"_a = c.slots, "bulk_copies"_a = c.bulk, "shared_bytes"_a = c.shared_bytes,
+                        "why"_a = c.why);
 }
 
 pybind11::dict plan(const char* op, const pybind11::kwargs& given) {
