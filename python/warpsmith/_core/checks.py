@@ -228,6 +228,19 @@ def pair(op: str, like: Tensor, shape: Sequence[int], **parameters: Tensor | Non
             found = t
 
 
+def main_grad(op: str, t: Tensor | None, weight: Tensor, argument: str = "main_grad", transposed: bool = False) -> None:
+    """Refuses what cannot hold a weight's sums of gradients. ``transposed``: it may lie as the weight's transpose."""
+    if t is None:
+        return
+    float_dtype(op, argument, t)
+    if t.dtype != wide_dtype(weight):
+        refuse(op, argument, *map(dtype_text, (wide_dtype(weight), t.dtype)))
+    same_shape(op, argument, t, weight.shape)
+    same_device(op, argument, t, weight)
+    if not (t.is_contiguous() or (transposed and t.t().is_contiguous())):
+        refuse(op, argument, "a contiguous tensor" + " or its transpose" * transposed, "other strides")
+
+
 def overwritable(op: str, argument: str, t: Tensor) -> None:
     """Refuses what an op must not write in place. torch refuses most of it too, but only after the write."""
     if t.is_neg():

@@ -147,18 +147,6 @@ def _check_rows(op: str, argument: str, t: Tensor, like: Tensor, columns: Any) -
     checks.alike(op, argument, t, like, (*like.shape[:-1], columns))
 
 
-def _check_main_grad(op: str, main_grad: Tensor | None, weight: Tensor, argument: str = "main_grad") -> None:
-    if main_grad is None:
-        return
-    checks.float_dtype(op, argument, main_grad)
-    if main_grad.dtype != checks.wide_dtype(weight):
-        checks.refuse(op, argument, *map(checks.dtype_text, (checks.wide_dtype(weight), main_grad.dtype)))
-    checks.same_shape(op, argument, main_grad, weight.shape)
-    checks.same_device(op, argument, main_grad, weight)
-    if not main_grad.is_contiguous() and not main_grad.t().is_contiguous():
-        checks.refuse(op, argument, "a contiguous tensor or its transpose", "other strides")
-
-
 # ---- fakes
 
 
@@ -187,7 +175,7 @@ def _check_linear(
     _check_layer(LINEAR, x, x.shape[-1], ("weight", "bias"), weight, bias)
     if residual is not None:
         _check_rows(LINEAR, "residual", residual, x, weight.shape[0])
-    _check_main_grad(LINEAR, main_grad, weight)
+    checks.main_grad(LINEAR, main_grad, weight, transposed=True)
 
 
 def _fake_linear(
@@ -238,7 +226,7 @@ def _fake_linear_backward_main_grad(
     want_dbias: bool,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check_main_grad("linear_backward", main_grad, weight)
+    checks.main_grad("linear_backward", main_grad, weight, transposed=True)
     return _new(dy, weight.shape[1], want_dx), _new_bias_gradient(bias, dy, want_dbias)
 
 
@@ -292,8 +280,8 @@ def _fake_gated(
     if checks.known(up_weight.shape[0] != gate_weight.shape[0]):
         expected = f"shape {checks.shape_text(gate_weight.shape)}"
         checks.refuse(GATED, "up_weight", expected, checks.shape_text(up_weight.shape))
-    _check_main_grad(GATED, gate_main_grad, gate_weight, _OF_MAIN_GRADS[0])
-    _check_main_grad(GATED, up_main_grad, up_weight, _OF_MAIN_GRADS[1])
+    checks.main_grad(GATED, gate_main_grad, gate_weight, _OF_MAIN_GRADS[0], transposed=True)
+    checks.main_grad(GATED, up_main_grad, up_weight, _OF_MAIN_GRADS[1], transposed=True)
     y, gate, up = (_new(x, gate_weight.shape[0]) for _ in range(3))
     return y, gate, up
 
@@ -329,8 +317,8 @@ def _fake_gated_backward(
 def _fake_gated_backward_main_grads(*inputs: Any) -> tuple[Tensor, ...]:
     *tensors, gate_main_grad, up_main_grad, activation, want_dx, want_dgate_bias, want_dup_bias = inputs
     gate_weight, up_weight = tensors[2:4]
-    _check_main_grad("gated_linear_backward", gate_main_grad, gate_weight, _OF_MAIN_GRADS[0])
-    _check_main_grad("gated_linear_backward", up_main_grad, up_weight, _OF_MAIN_GRADS[1])
+    checks.main_grad("gated_linear_backward", gate_main_grad, gate_weight, _OF_MAIN_GRADS[0], transposed=True)
+    checks.main_grad("gated_linear_backward", up_main_grad, up_weight, _OF_MAIN_GRADS[1], transposed=True)
     arguments = [*tensors, activation, want_dx, False, False, want_dgate_bias, want_dup_bias]
     dx, _, _, *dbiases = _fake_gated_backward(*arguments)
     return dx, *dbiases

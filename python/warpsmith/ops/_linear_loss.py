@@ -121,18 +121,6 @@ def _check_inputs(op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias:
         checks.alike(op, "bias", bias, hidden, weight.shape[:1])
 
 
-def _check_main_grad(op: str, main_grad: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
-    if main_grad is None:
-        return
-    checks.float_dtype(op, "main_grad", main_grad)
-    if main_grad.dtype != checks.wide_dtype(hidden):
-        checks.refuse(op, "main_grad", *map(checks.dtype_text, (checks.wide_dtype(hidden), main_grad.dtype)))
-    checks.same_shape(op, "main_grad", main_grad, weight.shape)
-    checks.same_device(op, "main_grad", main_grad, hidden)
-    if not main_grad.is_contiguous():
-        checks.refuse(op, "main_grad", "a contiguous tensor", "other strides")
-
-
 def _new_like(t: Tensor, wanted: bool, dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous result of a tensor's shape, without elements if it is not wanted."""
     return t.new_empty(t.shape if wanted else (0,), dtype=dtype or t.dtype)
@@ -175,7 +163,7 @@ def _fake_cross_entropy(
     _check_inputs(_CROSS_ENTROPY, hidden, weight, target, bias)
     check_class_weight(_CROSS_ENTROPY, class_weight, hidden, weight.shape[0])
     check_options(_CROSS_ENTROPY, label_smoothing, z_loss, softcap, hidden.dtype)
-    _check_main_grad(_CROSS_ENTROPY, main_grad, hidden, weight)
+    checks.main_grad(_CROSS_ENTROPY, main_grad, weight)
     real, reduced = checks.wide_dtype(hidden), reduction != NONE
     loss = target.new_empty(() if reduced else target.shape, dtype=real)
     lse = _new_like(target, return_stats, real)
@@ -220,7 +208,7 @@ def _fake_rows_backward_main_grad(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     *numbers, want_dhidden, want_dbias = options
-    _check_main_grad(_ROWS_BACKWARD, main_grad, hidden, weight)
+    checks.main_grad(_ROWS_BACKWARD, main_grad, weight)
     rest = *numbers, None, want_dhidden, False, want_dbias
     dhidden, _, dbias = _fake_rows_backward(dloss, hidden, weight, target, bias, class_weight, *rest)
     return dhidden, dbias
