@@ -55,6 +55,22 @@ def test_ties_go_to_even_and_subnormals_stay(to, device):
     assert t.counts.tolist() == [0, 0]
 
 
+@on_each_device
+@pytest.mark.parametrize("transpose", ["no", "only"])
+@pytest.mark.parametrize("to", FORMATS)
+def test_quotients_near_ties_of_scales_that_are_no_powers_of_two(to, transpose, device):
+    values = torch.arange(128).to(torch.uint8).view(to).float()
+    values = values[values.isfinite()].unique()
+    scales = torch.tensor([0.0037, 1.1, 3.0, 77.7, 1e-5, 1e6])[:, None]
+    near = scales * (values[1:] + values[:-1]) / 2
+    infinity = torch.tensor(math.inf)
+    x = torch.cat([scales * values[-1], near, near.nextafter(infinity), near.nextafter(-infinity)], 1).to(device)
+    turned = x if transpose == "no" else x.t().contiguous()
+    t = warpsmith.quantize_fp8(turned, "row", to, transpose=transpose, power_of_two=False)
+    made, data = (t.scale, t.data) if transpose == "no" else (t.transposed_scale, t.transposed)
+    assert bitwise_equal(data.view(torch.uint8), cast(x, made, to)[0].view(torch.uint8)), TO_NEAREST
+
+
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("to", FORMATS)
 def test_largest_magnitudes_at_the_border_of_a_scale(to, power_of_two):

@@ -349,6 +349,10 @@ SEVERAL = (
      "ops/test_softmax.py -k 'sim- and error_law and 7x257-float32'", "grad_x: error"),
     ("sums_of_a_smaller_maximum_kept", "softmax/softmax.cuh", "sums.rebase(top);", "sums.m = top;",
      "ops/test_softmax.py -k rows_longer", "test_rows_longer"),
+    ("second_half_of_a_square_left_out", "quantize/tiles.cuh", "turns() const { return rows_here > @kTurnRows", "kTile",
+     "ops/test_quantize.py -k 'sim- and error_law and 144x104-bfloat16-scaling_row-transpose_only'", "error"),
+    ("scales_of_columns_taken_for_powers_of_two", "quantize/tiles.cuh", "return @!has_exact_reciprocal(scale)",
+     "by_rows && !has_exact_reciprocal(scale)", "ops/test_quantize_values.py -k 'near_ties and sim'", "test_quotients"),
     ("codes_behind_the_end_are_no_zeros", "optim/step_8bit.cuh", "is_signed<F>(s) ? 127 : 0", "0",
      "optim/test_eight_bit.py -k behind_the_last", "test_what_is_behind"),
 )  # fmt: skip

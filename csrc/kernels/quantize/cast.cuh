@@ -44,12 +44,13 @@ __device__ __forceinline__ Divisor divisor(float scale) {
 // N values, a multiple of 4, as bytes in their order, where all are within the range. Returns whether one is not: then
 // repair() must follow. Two corrections by the remainder make a quotient the nearest float (Markstein, "Computation of
 // elementary functions on the IBM RISC System/6000 processor", 1990), at a fifth of the code of a division.
-template <class F, int N>
-__device__ __forceinline__ bool cast(const float (&x)[N], const Divisor& d, Vector<uint32_t, N / 4>& bytes) {
+// kExact: d has an exact reciprocal, and nothing else of it is read.
+template <class F, bool kExact, int N>
+__device__ __forceinline__ bool cast_by(const float (&x)[N], const Divisor& d, Vector<uint32_t, N / 4>& bytes) {
   float q[N];
 #pragma unroll
   for (int k = 0; k < N; ++k) q[k] = x[k] * d.reciprocal;
-  if (!has_exact_reciprocal(d.scale)) {
+  if (!kExact && !has_exact_reciprocal(d.scale)) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       q[k] = fmaf(fmaf(-q[k], d.scale, x[k]), d.reciprocal, q[k]);
@@ -62,6 +63,10 @@ __device__ __forceinline__ bool cast(const float (&x)[N], const Divisor& d, Vect
 #pragma unroll
   for (int k = 0; k < N; ++k) odd |= !(fabsf(q[k]) <= detail::float_of(kLimits<F>.largest_bits));
   return odd;
+}
+template <class F, int N>
+__device__ __forceinline__ bool cast(const float (&x)[N], const Divisor& d, Vector<uint32_t, N / 4>& bytes) {
+  return cast_by<F, false>(x, d, bytes);
 }
 
 // Any one value, counted. For loops that are not unrolled: values beyond the range are rare.
@@ -126,14 +131,10 @@ __device__ __forceinline__ void store_bytes(uint8_t* to, const Vector<uint32_t, 
     device::store(reinterpret_cast<Vector<uint32_t, W>*>(to), bytes);
     return;
   }
+  static_assert(W <= 2);
+  uint64_t rest = W == 2 ? uint64_t{bytes.at[W - 1]} << 32 | bytes.at[0] : bytes.at[0];  // no index into registers
 #pragma unroll 1
-  for (int k = 0; k < here && k < 4 * W; ++k) {
-    uint32_t word = bytes.at[0];
-#pragma unroll
-    for (int w = 1; w < W; ++w)
-      if (k / 4 == w) word = bytes.at[w];
-    device::store(to + k, static_cast<uint8_t>(word >> (8 * (k % 4))));
-  }
+  for (int k = 0; k < here && k < 4 * W; ++k, rest >>= 8) device::store(to + k, static_cast<uint8_t>(rest));
 }
 
 }  // namespace warpsmith::quantize

@@ -20,8 +20,8 @@ constexpr const char* const kFp8Scalings[] = {
 };
 
 constexpr int64_t kFp8Block = 128;
-// Of a block that takes a square of 128 by 128: each keeps 64 bytes of it in registers.
-constexpr int tile_threads(int element_bytes) { return 256 * element_bytes; }
+// Of a block that takes a square of 128 by 128: each takes 128 bytes of it.
+constexpr int tile_threads(int element_bytes) { return 128 * element_bytes; }
 
 struct QuantizeProblem {
   int64_t rows = 0, columns = 0;

@@ -1,5 +1,7 @@
 #include "kernels/quantize/tiles.cuh"
 
+#include <algorithm>
+
 #include "common/visit_dtype.h"
 #include "device/launch.h"
 #include "kernels/quantize/quantize_launch.h"
@@ -9,8 +11,11 @@ namespace {
 
 template <class T> LaunchConfig grid_of(const Tiles& tiles) {
   LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(tiles.down * tiles.across);
+  config.grid.x = static_cast<unsigned>(tiles.across);
+  config.grid.y = static_cast<unsigned>(std::min(tiles.down, kMostDown));
+  config.grid.z = static_cast<unsigned>(ceil_div(tiles.down, kMostDown));
   config.block.x = kTileThreads<T>;
+  config.dynamic_shared_bytes = kTile * kTile * sizeof(T);
   return config;
 }
 

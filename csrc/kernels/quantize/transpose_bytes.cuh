@@ -10,9 +10,10 @@ constexpr int kTransposeThreads = 256;
 
 __global__ void __launch_bounds__(kTransposeThreads)
     transpose_bytes(TransposeBytesParams p, bool whole, bool whole_to) {
-  constexpr int N = 16, G = kTile / N;
-  WARPSMITH_SHARED(uint32_t, words, kTile* kTile / 4);
-  const int thread = static_cast<int>(threadIdx.x), group = thread % G, quad = thread / G;
+  constexpr int N = 16, G = kTile / N, kHalf = kTile * kTurnRows / 4;
+  WARPSMITH_SHARED(Pair, pairs, kHalf);
+  uint32_t* const words = pairs->at;
+  const unsigned group = threadIdx.x % G, quad = threadIdx.x / G;
   const int64_t across = ceil_div(p.columns, kTile), down = blockIdx.x / static_cast<unsigned>(across);
   const int64_t first_row = down * kTile, first_column = (blockIdx.x - down * across) * kTile;
   const int64_t column = first_column + group * N;
@@ -41,20 +42,13 @@ __global__ void __launch_bounds__(kTransposeThreads)
     const uint32_t turned[4] = {__byte_perm(low, low2, 0x5410), __byte_perm(low, low2, 0x7632),
                                 __byte_perm(high, high2, 0x5410), __byte_perm(high, high2, 0x7632)};
 #pragma unroll
-    for (int k = 0; k < 4; ++k) words[word_at<N>(group * N + w * 4 + k, quad)] = turned[k];
+    for (int k = 0; k < 4; ++k) words[quad / 16 * kHalf + word_at(group * N + w * 4 + k, quad % 16)] = turned[k];
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kTile * kTile / 16 / kTransposeThreads; ++i) {
-    const int sixteen = i * kTransposeThreads + thread, c = sixteen / (kTile / 16), q = sixteen % (kTile / 16);
-    const int64_t r = first_row + q * 16;
-    if (first_column + c >= p.columns || r >= p.rows_to) continue;
-    Vector<uint32_t, 4> bytes;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) bytes.at[j] = words[word_at<N>(c, q * 4 + j)];
-    store_bytes(static_cast<uint8_t*>(p.transposed) + (first_column + c) * p.rows_to + r, bytes,
-                p.rows_to - r < 16 ? static_cast<int>(p.rows_to - r) : 16, whole_to);
-  }
+  for (int half = 0; half < 2; ++half)
+    store_turned<kTransposeThreads>(static_cast<uint8_t*>(p.transposed), words + half * kHalf,
+                                    first_row + half * kTurnRows, p.rows_to, first_column, p.columns, whole_to);
 }
 
 }  // namespace warpsmith::quantize
