@@ -29,6 +29,7 @@ CASES = [
     ),
     *PLAIN,
     Case((3, 7, 5, 3), options={"flip": False}),
+    *(Case((7, 24, 40, 3), options={"flip": flip}) for flip in (False, True)),  # of two blocks
 ]
 TestNormalizeImage = op_tests(
     OpSpec(
@@ -42,6 +43,7 @@ TestNormalizeImage = op_tests(
         batched=("x", "flip"),
         edge_inputs=(),
         float64_devices=(),
+        sim_elements=2**15,
         one_element=False,  # of three channels
         zero_sizes=False,  # likewise: test_nothing
         traced="warpsmith::normalize_image",

@@ -12,8 +12,8 @@ struct ImageProblem {
   bool aligned = true;             // x begins on 16 bytes
 };
 
-constexpr int kImageThreads = 256;
-constexpr int kImageTogether = 4;  // vectors whose loads a thread has in flight
+constexpr int kImageThreads = 384;  // a multiple of the channels
+constexpr int kImageTogether = 4;   // vectors whose loads a thread has in flight
 
 // A thread makes vectors of 16 bytes of the result, `kImageThreads` apart.
 struct ImageConfig {
