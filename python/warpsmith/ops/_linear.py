@@ -108,11 +108,11 @@ def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     # Each question by the cheapest call: of a small layer this function is a tenth of the host's time.
     if type(x) not in PLAIN or type(weight) not in PLAIN or is_compiling():
         return False
-    dtype = x.dtype
-    if weight.dtype is not dtype or dtype not in _OF_TORCH or weight.ndim != 2 or x.ndim < 2 or not x.is_contiguous():
+    dtype = x.dtype  # torch refuses a weight of another one, but under autocast, where both are cast
+    if dtype not in _OF_TORCH or weight.ndim != 2 or x.ndim < 2 or not x.is_contiguous():
         return False
-    if bias is not None:
-        if type(bias) not in PLAIN or bias.dtype is not dtype or bias.ndim != 1 or bias.shape[0] != weight.shape[0]:
+    if bias is not None:  # torch refuses another number of elements than the weight's rows, but one
+        if type(bias) not in PLAIN or bias.dtype is not dtype or bias.ndim != 1 or bias.numel() == 1:
             return False
     if may_pay(x, weight):
         return False
