@@ -73,8 +73,10 @@ ADDRESSES = (
 SANITIZED_EDGES = {"optim": ["-k", "not reads_and_writes and not other-sim"]}
 # Variables under a sanitizer: every schedule has the same addresses. Two more than a law's own: late, early and random.
 FEWER = {"asan": {SCHEDULES: "1", RANDOM_SHARE: "16"}, "tsan": {SCHEDULES: "2", RANDOM_SHARE: "16"}}
+# Modules of another family's op that launches kernels of this one which no op of its own does.
+BY_ANOTHER = {"quantize": ("test_linear_scaled",)}
 # All of whose modules run.
-WHOLE = ("test_activation", "test_attention", "test_cross_entropy", "test_norm", "test_rope")
+WHOLE = ("test_activation", "test_attention", "test_cross_entropy", "test_linear", "test_norm", "test_quantize", "test_rope")
 # Modules without specs that run whole; on other machines than the first, their tests of a device.
 BESIDE = [TESTS / f"{name}.py" for name in (
     "ops/test_linear_loss_cross_entropy", "ops/test_linear_loss_log_prob", "ops/test_linear_loss_parts",
@@ -125,7 +127,7 @@ def runs(family: str, chosen: str = "sim-") -> list[list[str]]:
     """What pytest runs of a family's laws; each list is one process."""
     modules: dict[tuple[str, ...], list[str]] = {}
     for spec in specs():
-        if family_of(spec) == family:
+        if family_of(spec) == family or spec.stem in BY_ANOTHER.get(family, ()):
             *options, module = checks(spec, chosen)
             modules.setdefault((*options,), []).append(module)
     return [[*options, *names] for options, names in modules.items()]
