@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import warpsmith
 from torch import nn
 from warpsmith.amp import Fp8Recipe, fp8, fp8_report, fp8_state
+
+module = importlib.import_module("warpsmith.amp.fp8_report")  # the package's name of it is the function's
 
 
 def decibels(signal, value):
@@ -62,6 +65,21 @@ def test_delayed_scales_show_what_they_saturate():
     done.update()
     history = fp8_state(model)["history"]
     assert not history[0].any() and torch.equal(history[1], before["history"][0])  # the report was no step
+
+
+def test_the_speed_of_each_layer_is_timed_where_it_is_asked_for():
+    model, x = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 48)), torch.randn(16, 32)
+    assert not any(layer.speed for layer in fp8_report(model, x).layers.values())  # products are emulated
+    report = fp8_report(model, x, speed=True)
+    first, other, again = report.layers.values()
+    assert first.speed.keys() == {"row", "tensor", "block"} and min(first.speed.values()) > 0
+    assert again.speed is first.speed is not other.speed
+    assert f"{first.speed['row']:.2f}" in str(report)
+    slower, faster = (dict.fromkeys(first.speed, times) for times in (0.9, 1.1))
+    assert module._suggest(first.casts, first.products, slower) == "keep"
+    assert module._suggest(first.casts, first.products, faster) == module._suggest(first.casts, first.products, {})
+    with pytest.raises(TypeError, match="speed: expected True or False"):
+        fp8_report(model, x, speed=2)
 
 
 def test_a_layer_that_is_called_by_keyword():

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from warpsmith._core import checks
 from warpsmith.amp.fp8 import layer_of
+from warpsmith.ops._scaled_linear import as_recipe, forget, is_emulated
+from warpsmith.ops.linear import scaled_linear
 from warpsmith.ops.quantize import dequantize_fp8, quantize_fp8
 
 _OP = "fp8_report"
@@ -35,12 +37,14 @@ class Cast(NamedTuple):
 
 class LayerLoss(NamedTuple):
     """Of one layer: casts by (factor, scaling), factors x, weight, dy and "dy, e5m2"; what a product's casts leave, in
-    dB, by (product, scaling), products y, dx and dweight; elements that are not finite; a recipe, or "keep"."""
+    dB, by (product, scaling), products y, dx and dweight; elements that are not finite; by scaling how many times as
+    fast as in bfloat16 it is, empty where that was not timed; a recipe, or "keep"."""
 
     name: str
     casts: dict[tuple[str, str], Cast]
     products: dict[tuple[str, str], float]
     not_finite: int
+    speed: dict[str, float]
     suggested: str
 
 
@@ -62,11 +66,44 @@ def _cast(t: Tensor, scaling: str, dtype: torch.dtype, known: Tensor | None) -> 
     return Cast(_db(float(signal), float(noise)), float(lost) / some, float(cast.counts[0]) / some)  # type: ignore[index]
 
 
-def _suggest(casts: dict[tuple[str, str], Cast], products: dict[tuple[str, str], float]) -> str:
+@functools.cache
+def _can_run(scaling: str, device: torch.device) -> bool:
+    try:
+        return not is_emulated(_OP, as_recipe(_OP, scaling), device, False)
+    except ValueError:  # the card lacks it
+        return False
+
+
+def _speed(rows: int, weight: Tensor, only_on_cards: bool) -> dict[str, float]:
+    """Forward and backward of a layer with its casts, that of the weight too, by scaling."""
+    from torch.utils.benchmark import Timer
+
+    scalings = [s for s in _SCALINGS if not only_on_cards or _can_run(s, weight.device)]
+    if not scalings or 0 in (rows, *weight.shape):
+        return {}
+    like: dict[str, Any] = {"device": weight.device, "dtype": torch.bfloat16}
+    x, w = (torch.randn(n, weight.shape[1], **like).requires_grad_() for n in (rows, weight.shape[0]))
+    dy = torch.randn(rows, weight.shape[0], **like)
+
+    def seconds(layer: Callable[[], Tensor]) -> float:
+        def step() -> None:
+            forget(w)  # as a step of training does
+            torch.autograd.grad(layer(), (x, w), dy)
+
+        timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=0.05).median)
+
+    plain = seconds(lambda: nn.functional.linear(x, w))
+    return {s: plain / seconds(lambda s=s: scaled_linear(x, w, recipe=s)) for s in scalings}  # type: ignore[misc]
+
+
+def _suggest(
+    casts: dict[tuple[str, str], Cast], products: dict[tuple[str, str], float], speed: dict[str, float]
+) -> str:
     there = [p for p in _PRODUCTS if (p, "row") in products]
     worst = {s: min(products[p, s] for p in there) for s in _SCALINGS}
     scaling = next(s for s in _SCALINGS if worst[s] >= max(worst.values()) - _CLOSE_DB)
-    if products["y", scaling] < _LEAST_DB:
+    if products["y", scaling] < _LEAST_DB or speed.get(scaling, math.inf) < 1:
         return "keep"
     words = [scaling]
     if ("dy", scaling) in casts:
@@ -87,7 +124,10 @@ class Fp8Report:
         self.layers: dict[str, LayerLoss] = {}
 
     def __str__(self) -> str:
-        head = ("layer", "scaling", "y dB", "dx dB", "dweight dB", "underflow of x, dy", "saturated", "suggested")
+        head = (
+            *("layer", "scaling", "y dB", "dx dB", "dweight dB"),
+            *("underflow of x, dy", "saturated", "x bf16", "suggested"),
+        )
         lines: list[tuple[str, ...]] = [head]
         for name, layer in self.layers.items():
             for s in _SCALINGS:
@@ -95,7 +135,9 @@ class Fp8Report:
                 x, dy = layer.casts["x", s], layer.casts.get(("dy", s), Cast(math.nan, math.nan, 0.0))
                 under, over = f"{x.underflow:.1%}, {dy.underflow:.1%}", f"{max(x.saturated, dy.saturated):.2%}"
                 first = s == _SCALINGS[0]
-                lines.append((name if first else "", s, *of_products, under, over, layer.suggested if first else ""))
+                speed = f"{layer.speed[s]:.2f}" if s in layer.speed else ""
+                last = layer.suggested if first else ""
+                lines.append((name if first else "", s, *of_products, under, over, speed, last))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
@@ -119,7 +161,15 @@ class Fp8Report:
         return figure
 
 
-def _watch(report: Fp8Report, name: str, module: Any, inputs: Any, named: Any, output: Tensor) -> None:
+def _watch(
+    report: Fp8Report,
+    rows: dict[str, tuple[int, Tensor]],
+    name: str,
+    module: Any,
+    inputs: Any,
+    named: Any,
+    output: Tensor,
+) -> None:
     x = inputs[0] if inputs else named["input"]
     layer = layer_of(module)
     state = None if layer is None else layer.state
@@ -133,8 +183,9 @@ def _watch(report: Fp8Report, name: str, module: Any, inputs: Any, named: Any, o
             for s in _SCALINGS
             if all((f, s) in casts for f in factors)
         }
-        report.layers[name] = LayerLoss(name, casts, products, not_finite, _suggest(casts, products))
+        report.layers[name] = LayerLoss(name, casts, products, not_finite, {}, _suggest(casts, products, {}))
 
+    rows[name] = x.numel() // max(x.shape[-1], 1), module.weight
     not_finite = int((~x.isfinite()).sum())
     for s in _SCALINGS:
         casts["x", s] = _cast(x, s, e4m3, state.x_scale if state else None)
@@ -151,20 +202,25 @@ def _watch(report: Fp8Report, name: str, module: Any, inputs: Any, named: Any, o
         output.register_hook(of_gradient)
 
 
-def fp8_report(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> Fp8Report:
-    """What 8-bit floats lose in each linear layer, with each scaling, on one forward and backward of a batch. The model
-    runs as it is, converted by :func:`warpsmith.amp.fp8` or not; gradients, counts and largest values stay.
+def fp8_report(
+    model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None, *, speed: bool | None = None
+) -> Fp8Report:
+    """What 8-bit floats lose in each linear layer, with each scaling, on one forward and backward of a batch, and what
+    they gain. The model runs as it is, converted by :func:`warpsmith.amp.fp8` or not; gradients, counts and largest
+    values stay.
 
     Args:
         model: with ``torch.nn.Linear`` in it, and parameters that are not sharded.
         batch: a dict of keyword arguments, a tuple of arguments, or the one argument.
         loss: of what the model returns. Default: its ``loss``, or the mean of its squares.
+        speed: whether a forward and backward of each layer's shapes is timed, in bfloat16 and with each scaling, all
+            casts counted, a fifth of a second a shape. None: where the card multiplies 8-bit floats.
 
     Returns:
         :class:`Fp8Report`. The dB of a product are those of its two casts by rows, taken as independent. A cheaper
         scaling is suggested where it costs at most 1 dB; "keep" where y would keep less than 15 dB, and "wgrad=high"
         where the weight's gradient would; "grad_dtype=e5m2" where more than 1 % of the gradient's elements become zero
-        and e5m2 keeps more than half of these.
+        and e5m2 keeps more than half of these. Where it was timed, "keep" too for a layer that would be slower.
 
     Raises:
         ValueError: no model.
@@ -177,7 +233,8 @@ def fp8_report(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | Non
     """
     if not isinstance(model, nn.Module):
         checks.refuse(_OP, "model", "a torch.nn.Module", checks.value_text(model))
-    report, hooks = Fp8Report(), []
+    checks.flags(_OP, **({} if speed is None else {"speed": speed}))
+    report, rows, hooks = Fp8Report(), {}, []  # type: ignore[var-annotated]
     before = [(p, p.grad) for p in model.parameters()]
     converted = [(layer, layer.state) for m in model.modules() if (layer := layer_of(m)) is not None]
     for layer, state in converted:
@@ -187,7 +244,9 @@ def fp8_report(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | Non
     try:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
-                hooks.append(module.register_forward_hook(functools.partial(_watch, report, name), with_kwargs=True))
+                hooks.append(
+                    module.register_forward_hook(functools.partial(_watch, report, rows, name), with_kwargs=True)
+                )
         with torch.enable_grad():
             given = batch if isinstance(batch, (dict, tuple)) else (batch,)
             found = model(**given) if isinstance(given, dict) else model(*given)
@@ -204,4 +263,12 @@ def fp8_report(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | Non
             p.grad = grad
         for layer, state in converted:
             layer.state = state
+    timed: dict[Any, dict[str, float]] = {}
+    for name, found in report.layers.items() if speed is not False else ():
+        count, weight = rows[name]
+        place = count, weight.shape, weight.device
+        if place not in timed:
+            timed[place] = _speed(count, weight, only_on_cards=speed is None)
+        suggested = _suggest(found.casts, found.products, timed[place])
+        report.layers[name] = found._replace(speed=timed[place], suggested=suggested)
     return report
