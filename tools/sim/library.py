@@ -76,7 +76,10 @@ FEWER = {"asan": {SCHEDULES: "1", RANDOM_SHARE: "16"}, "tsan": {SCHEDULES: "2", 
 # Modules of another family's op that launches kernels of this one which no op of its own does.
 BY_ANOTHER = {"quantize": ("test_linear_scaled",)}
 # All of whose modules run.
-WHOLE = ("test_activation", "test_attention", "test_cross_entropy", "test_linear", "test_norm", "test_quantize", "test_rope")
+WHOLE = (
+    *("test_activation", "test_attention", "test_cross_entropy", "test_linear"),
+    *("test_norm", "test_quantize", "test_rope"),
+)
 # Modules without specs that run whole; on other machines than the first, their tests of a device.
 BESIDE = [TESTS / f"{name}.py" for name in (
     "ops/test_linear_loss_cross_entropy", "ops/test_linear_loss_log_prob", "ops/test_linear_loss_parts",
