@@ -86,7 +86,8 @@ constexpr int64_t kBlockElems = 4096;       // of rows that go through each loop
     for (int64_t r = 0; r < rows; ++r, x += stride, g += columns, dx += columns)                                       \
       for (int64_t c = 0; c < columns; ++c) {                                                                          \
         const M means = mean_sum[c] + (to_float(x[c]) * unit[c] - center[c]) * mean_product[c];                        \
-        dx[c] = from_float<T>((g[c] - means) * unit[c] * factor[c]);                                                   \
+        const M less = mean_product[c] == 0 ? mean_sum[c] : means; /* an infinite x times 0 */                         \
+        dx[c] = from_float<T>((g[c] - less) * unit[c] * factor[c]);                                                    \
       }                                                                                                                \
   }
 WARPSMITH_LOOPS(float, float)

@@ -167,6 +167,7 @@ SPEC = OpSpec(
     outputs=("y", "running_mean", "running_var"),
     laid_out=("x", "residual"),
     expanded=(),
+    edges_beside_options=("x", "bias", "residual"),  # the last place of an infinite weight's sums says what is infinite
     double_backward=True,
     traced="warpsmith::batch_norm",
     gradcheck_cases=[Case((2, 2, 2, 3), FP64, options=o) for o in EVERY],

@@ -109,6 +109,8 @@ class OpSpec:
             2^31 elements.
         edge_inputs: inputs in which single elements become 0, subnormal, huge, inf and nan; default: the
             differentiable ones.
+        edges_beside_options: of ``edge_inputs``, those in which one element is infinite or NaN beside the table's
+            options; default: all. Where a row that is ignored has a gradient of 0, autograd gives the references NaN.
         edge_steps: rounding steps of a row's largest result that an edge value may cost beyond the law. More than 1
             where a backward works from rounded results, whose rounding the edge value multiplies.
         gradcheck_cases: small float64 cases; default: the smallest nonempty case of the table.
@@ -160,6 +162,7 @@ class OpSpec:
     one_element: bool = True
     batched: tuple[str, ...] = ()
     edge_inputs: tuple[str, ...] | None = None
+    edges_beside_options: tuple[str, ...] | None = None
     edge_steps: int = 1
     gradcheck_cases: Sequence[Case] | None = None
     double_backward: bool = False

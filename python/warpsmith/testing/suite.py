@@ -48,6 +48,8 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
     bounds: dict[str, dict[str, float]] = {}
     for name, value in numerics.edge_cases(spec):
         add(f"edge_value[{name}-{value}]", numerics.check_edge_value, spec, name, value, device, bounds)
+    for case in numerics.option_cases(spec, device):
+        add(f"edge_value[{case}]", numerics.check_edges_beside_options, spec, case, device)
     for case in _one_per_dtype(spec, device):
         add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
         add(f"no_uninitialised_memory[{case}]", numerics.check_no_uninitialised_memory, spec, case, device)

@@ -118,12 +118,37 @@ def size_cases(spec: OpSpec) -> list[Case]:
     return cases
 
 
-def edge_cases(spec: OpSpec) -> list[tuple[str, str]]:
+def edge_cases(spec: OpSpec, case: Case | None = None) -> list[tuple[str, str]]:
     """(input, name of an edge value) for each input and value to try."""
-    base = spec.base_case()
-    inputs = make_inputs(spec, base)
+    inputs = make_inputs(spec, case or spec.base_case())
     names = wanted_inputs(spec, inputs) if spec.edge_inputs is None else spec.edge_inputs
+    names = tuple(name for name in names if inputs.get(name) is not None)
     return [(name, value) for name in names for value in edge_values(inputs[name].dtype)]
+
+
+EDGES_BESIDE_OPTIONS, MOST_OPTIONS = ("inf", "minus_inf", "nan"), 24
+
+
+def option_cases(spec: OpSpec, device: str = "cpu") -> list[Case]:
+    """Cases of the table with other options each, at most ``MOST_OPTIONS``: the first of each, none of float64."""
+    found: dict[str, Case] = {}
+    for case in spec.cases_on(device):
+        if case.layout == "contiguous" and 0 not in case.shape and case.dtype != torch.float64:
+            found.setdefault(str(sorted(case.options.items(), key=str)), case)
+    many = [case for case in found.values() if case.options and spec.edges_beside_options != ()]
+    return many[:: -(-len(many) // MOST_OPTIONS) or 1]
+
+
+def check_edges_beside_options(spec: OpSpec, case: Case, device: str = "cpu") -> None:
+    """With one element infinite or NaN beside a case's options, and another one beside its neighbour: as
+    :func:`check_edge_value`."""
+    bounds = {e.name: e.bound for e in measure_case(spec, case, make_inputs(spec, case, device))}
+    for name in dict.fromkeys(n for n, _ in edge_cases(spec, case)):
+        if name not in (spec.edges_beside_options or (name,)):
+            continue
+        for value in EDGES_BESIDE_OPTIONS:
+            for place in (0, 1):
+                _check_edge(spec, case, name, value, device, bounds, place)
 
 
 def check_edge_value(
@@ -146,18 +171,23 @@ def check_edge_value(
             continue
         if str(case) not in known:
             known[str(case)] = {e.name: e.bound for e in measure_case(spec, case, make_inputs(spec, case, device))}
-        bounds = known[str(case)]
-        inputs = make_inputs(spec, case, device, edge=(name, edge_values(dtype)[value]))
-        ours = run(spec.op, spec, case, inputs)
-        plain = run(spec.baseline or spec.reference, spec, case, inputs).all()
-        exact = exact_result(spec, case, inputs, ours)
-        for what, actual in ours.all().items():
-            error = measure(what, actual, exact[what], plain[what])
-            bad = _unexpected(actual.cpu(), exact[what], plain[what].cpu(), bounds[what], spec.edge_steps)
-            assert error.ok or not bad, (
-                f"{spec.name} {case} with {name} = {value} on {device}: {error}; {bad} elements are "
-                f"neither the oracle's nor PyTorch's"
-            )
+        _check_edge(spec, case, name, value, device, known[str(case)])
+
+
+def _check_edge(
+    spec: OpSpec, case: Case, name: str, value: str, device: str, bounds: dict[str, float], place: int = 0
+) -> None:
+    inputs = make_inputs(spec, case, device, edge=(name, edge_values(case.dtype)[value]), place=place)
+    ours = run(spec.op, spec, case, inputs)
+    plain = run(spec.baseline or spec.reference, spec, case, inputs).all()
+    exact = exact_result(spec, case, inputs, ours)
+    for what, actual in ours.all().items():
+        error = measure(what, actual, exact[what], plain[what])
+        bad = _unexpected(actual.cpu(), exact[what], plain[what].cpu(), bounds[what], spec.edge_steps)
+        assert error.ok or not bad, (
+            f"{spec.name} {case} with {name} = {value} on {device}: {error}; {bad} elements are "
+            f"neither the oracle's nor PyTorch's"
+        )
 
 
 def _unexpected(actual: Tensor, exact: Tensor, plain: Tensor, bound: float, row_steps: int) -> int:
