@@ -51,8 +51,9 @@ def test_tensors_are_named_and_bad_values_counted(clip, unscale):
         def step(bad, optimizer=optimizer, scaler=scaler):
             scaler.scale(torch.ones(()))
             for p, places in zip(params, bad, strict=True):
-                p.grad = torch.ones_like(p)
-                p.grad[list(places)] = torch.tensor([math.inf, -math.inf, math.nan] * 2, dtype=p.dtype)[: len(places)]
+                p.grad = None if places is None else torch.ones_like(p)
+                if places:
+                    p.grad[list(places)] = torch.tensor([math.inf, -math.inf, math.nan] * 2, dtype=p.dtype)[: len(places)]
             if unscale:
                 scaler.unscale_(optimizer)
             if clip is not None:
@@ -71,6 +72,9 @@ def test_tensors_are_named_and_bad_values_counted(clip, unscale):
         assert scaler.skipped_steps == 1 and not scaler.last_skipped
         step([(), (), (3, 4)])
         assert scaler.overflow(optimizer).bad_values == 2 and scaler.last_skipped
+        step([None, (), (1,)])
+        step([(1,), (), None])  # as many gradients, of other parameters
+        assert scaler.overflow(optimizer).first.startswith("param_groups[0]['params'][0]")
 
 
 @pytest.mark.not_on_sim(reason="one dtype is float64")

@@ -4,6 +4,7 @@ has the device and dtype of what is given."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 
@@ -39,9 +40,12 @@ def of_scaler(make):
         loss = ps[0].detach().new_ones(())
 
         def steps():
-            for clips in (None, *ORDERS):
+            for unscales, clips in itertools.product((False, True), (None, *ORDERS)):
                 scaler.scale(loss)
-                scaler.unscale_(optimizer) if clips is None else scaler.clip_(optimizer, 1.0, clips)
+                if unscales:
+                    scaler.unscale_(optimizer)
+                if clips is not None:
+                    scaler.clip_(optimizer, 1.0, clips)
                 scaler.step(optimizer)
                 scaler.update()
                 schedule.step()
