@@ -53,7 +53,9 @@ def test_tensors_are_named_and_bad_values_counted(clip, unscale):
             for p, places in zip(params, bad, strict=True):
                 p.grad = None if places is None else torch.ones_like(p)
                 if places:
-                    p.grad[list(places)] = torch.tensor([math.inf, -math.inf, math.nan] * 2, dtype=p.dtype)[: len(places)]
+                    p.grad[list(places)] = torch.tensor([math.inf, -math.inf, math.nan] * 2, dtype=p.dtype)[
+                        : len(places)
+                    ]
             if unscale:
                 scaler.unscale_(optimizer)
             if clip is not None:

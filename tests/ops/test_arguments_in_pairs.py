@@ -5,7 +5,7 @@ for none of it, and it does not matter of which device and dtype torch makes ten
 from __future__ import annotations
 
 import inspect
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def others_of(name: str, base: dict) -> dict:
     return found
 
 
-def result(function, name: str, given: dict) -> list[Tensor]:
+def result(function, name: str, given: dict, create_graph: bool = False) -> list[Tensor]:
     """Outputs, what was written, and gradients; of a loss without its statistics."""
     taken = inspect.signature(function).parameters
     given = tree_map(
@@ -118,7 +118,8 @@ def result(function, name: str, given: dict) -> list[Tensor]:
             for t in found
             if t.requires_grad
         )
-        found += [t for t in torch.autograd.grad(loss, learned, allow_unused=True) if t is not None]
+        grads = torch.autograd.grad(loss, learned, allow_unused=True, create_graph=create_graph)
+        found += [t for t in grads if t is not None]
     written = [given[k] for k in ("params", "running_mean", "running_var", "exp_avgs", "exp_avg_sqs") if k in given]
     return [t.detach() for t in (*found, *tree_leaves(written)) if t is not None]
 
@@ -156,3 +157,42 @@ def test_each_argument_alone_and_in_pairs(name, one_rank):
             only, there = ONLY.get(said, ("", False))
             silent = (only in beside) != there
             assert silent != differs(found[options], found[beside]), f"{said} beside {beside}"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in OF_8_BITS])
+def test_each_tensor_left_out_beside_each_argument(name):
+    """Gradients are the same ones under ``create_graph``."""
+    function, base = function_of(name), base_of(name)
+    others = others_of(name, base)
+    parameters = inspect.signature(function).parameters
+    absent = [o for o, t in base.items() if isinstance(t, Tensor) and parameters[o].default is None and o != "seed"]
+    for out, other in product((None, *absent), (None, *others)):
+        given = base | ({other: others[other]} if other else {}) | ({out: None} if out else {})
+        try:
+            found = result(function, name, given)
+        except ValueError:  # what goes with another argument
+            assert out
+            continue
+        for which, again in (("reference", getattr(reference, name)), ("create_graph", function)):
+            expected = result(again, name, given, which == "create_graph")
+            message = f"{other} without {out}: {which}: "
+            torch.testing.assert_close(found, expected, msg=lambda m, of=message: of + m)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if "inplace_backward" in inspect.signature(function_of(n)).parameters]
+)
+def test_what_is_overwritten_may_have_the_negative_bit(name):
+    def gradients(inplace: bool) -> tuple[Tensor, ...]:
+        given = arguments_of(name)
+        leaves = {n: t.requires_grad_() for n, t in floating_of(given).items()}
+        computed = {n: torch._neg_view(-t) for n, t in leaves.items()}
+        loss = getattr(warpsmith, name)(**given | computed, inplace_backward=inplace).cos().sum()
+        return torch.autograd.grad(loss, [*leaves.values()])
+
+    try:
+        found = gradients(True)
+    except ValueError as refused:
+        assert "negative bit" in str(refused)
+    else:
+        assert all(map(torch.equal, found, gradients(False)))
