@@ -71,6 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(std::optional<Tensor> dlog_prob_any,
   const LinearLossChunks chunks = chunks_of(in, max_chunk_bytes);
   const bool saved = logits.dim() > 0 && logits.size(0) > 0;
   check_tensor(kBackward, "logits", logits, in.dtype, {saved ? in.rows : 0, chunks.logits_stride}, hidden);
+  logits = as_contiguous(logits, kBackward);
   const OnDeviceOf device(in.hidden);
 
   GradientSums sums(in, wanted, weight_sum_dtype(in, std::nullopt, chunks.chunks));

@@ -131,3 +131,19 @@ def test_wrong_tensors_are_refused(name):
                 if (wrong.shape, wrong.dtype, wrong.device) != (t.shape, t.dtype, t.device):
                     said = complaint(op, call, place, kind)
                     assert said is None, f"{name}: {op._schema.arguments[place[0]].name}, {kind}: {said}"
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMAS.keys() - NO_TENSORS))
+def test_each_tensor_may_lie_apart(name):
+    """Read or written, forward and backward, it gives the same results or is refused."""
+    op = getattr(torch.ops.warpsmith, name).default
+    for call in few_calls(name):
+        expected = outcome(op, copied(call))
+        for i, j, t in places(call):
+            if t.numel() > 1 and t.stride() != (0,) * t.dim():
+                apart = torch.empty_strided(t.shape, [3 * s for s in t.contiguous().stride()], dtype=t.dtype).copy_(t)
+                found = outcome(op, replaced(call, i, j, apart))
+                if isinstance(found, Exception):
+                    assert FORM.match(str(found)), f"{name} {op._schema.arguments[i].name}: {found}"
+                else:
+                    results_agree(found, expected)
