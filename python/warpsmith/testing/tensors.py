@@ -51,7 +51,8 @@ def lay_out(t: Tensor, layout: str) -> Tensor:
     - ``transposed``: the last two dimensions are swapped in memory;
     - ``expanded``: the first dimension has stride 0, so all of it repeats ``t``'s first entry;
     - ``misaligned``: contiguous, one element behind an allocation's start;
-    - ``odd_stride_<d>``, which is not one of ``LAYOUTS``: of all strides but the last, that of dimension d alone is no
+    - ``vectors_apart``, which is not one of ``LAYOUTS``: rows are apart by 32 bytes, so that vectors stay aligned;
+    - ``odd_stride_<d>``, nor is this: of all strides but the last, that of dimension d alone is no
       multiple of 16 bytes.
 
     The values are ``t``'s, but for ``expanded``. A tensor without dimensions is returned as it is.
@@ -62,7 +63,7 @@ def lay_out(t: Tensor, layout: str) -> Tensor:
     """
     if layout.startswith("odd_stride_"):
         return _with_odd_stride(t, int(layout.removeprefix("odd_stride_")))
-    if layout not in LAYOUTS:
+    if layout not in (*LAYOUTS, "vectors_apart"):
         raise ValueError(f"lay_out: layout: expected one of {', '.join(LAYOUTS)}, got {layout}")
     if layout == "contiguous" or t.dim() == 0:
         return t.contiguous()
@@ -73,9 +74,10 @@ def lay_out(t: Tensor, layout: str) -> Tensor:
         if t.dim() == 1:
             return lay_out(t, "every_second")
         return t.transpose(-1, -2).contiguous().transpose(-1, -2)
-    if layout == "padded_rows":
+    if layout in ("padded_rows", "vectors_apart"):
         before = 16 // t.element_size()
-        view = t.new_zeros((*shape[:-1], before + shape[-1] + 5))[..., before : before + shape[-1]]
+        behind = 5 if layout == "padded_rows" else before
+        view = t.new_zeros((*shape[:-1], before + shape[-1] + behind))[..., before : before + shape[-1]]
     elif layout == "every_second":
         view = t.new_zeros((*shape[:-1], 2 * shape[-1]))[..., ::2]
     else:

@@ -100,7 +100,18 @@ def single_layout_cases(spec: OpSpec) -> list[Case]:
     ]
     dims = {**{name: inputs[name].dim() for name in names}, **dict.fromkeys(gradients, len(base.shape))}
     alone += [(name, f"odd_stride_{d}") for name, dim in dims.items() if dim > 2 for d in range(dim - 1)]
-    return [base.but(layouts={name: layout}) for name, layout in alone]
+    # Rows of one tensor alone apart, where a block takes many: what steps by another tensor's stride is right at first.
+    many = max(spec.few_enough_for_sim([c for c in ordinary if _rows(c) > 2]) or [base], key=_many_long_rows)
+    found = [base.but(layouts={name: layout}) for name, layout in alone]
+    return found + [many.but(layouts={name: "vectors_apart"}) for name, layout in alone if layout == "padded_rows"]
+
+
+def _rows(case: Case) -> int:
+    return torch.Size(case.shape[:-1]).numel()
+
+
+def _many_long_rows(case: Case) -> tuple[bool, int, int]:
+    return case.dtype.itemsize == 2, case.shape[-1] % 8 == 0, min(_rows(case), 64) * min(case.shape[-1], 2048)
 
 
 def _whole_vectors(case: Case) -> tuple[int, ...]:
