@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from warpsmith.testing import sim
 from warpsmith.testing.inputs import make_inputs
@@ -140,6 +141,31 @@ def check_bytes_moved(spec: OpSpec, case: Case) -> None:
         assert read <= moved[0] and written <= most, (
             f"{spec.name} {case}: the gradient of {name} alone: {read, written}"
         )
+
+
+def allocation_cases(spec: OpSpec) -> list[Case]:
+    """Of those, the first with each of the table's options."""
+    return [*{str(c.options): c for c in reversed(bytes_cases(spec))}.values()]
+
+
+def check_allocated_is_written(spec: OpSpec, case: Case) -> None:
+    """For each gradient alone, the backward's kernels write as many bytes as it allocates: it makes nothing that this
+    gradient does not need."""
+    inputs = make_inputs(spec, case, "sim")
+    for name in wanted_inputs(spec, inputs):
+        leaves = as_leaves(inputs, (name,))
+        outputs = flatten(spec.op(**leaves), spec.outputs)
+        grads = upstream(spec, case, outputs)
+        made = {n: y for n, y in outputs.items() if y.requires_grad}
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            _, (_, written) = sim.counted(
+                lambda made=made, leaf=leaves[name], grads=grads: torch.autograd.grad(
+                    [*made.values()], leaf, [grads[n] for n in made]
+                )
+            )
+        sizes = (e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
+        allocated = sum(n for n in sizes if n > 0)
+        assert allocated <= written, f"{spec.name} {case}: {name} alone: {allocated} bytes allocated, {written} written"
 
 
 def _distinct_bytes(tensors: Iterable[Tensor]) -> int:
