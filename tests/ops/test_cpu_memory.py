@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import warpsmith
 from torch.profiler import ProfilerActivity, profile
 from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.run import run
 
+from tests.ops.public_calls import arguments_of
 from tests.ops.raw_calls import Recorder, copied
 from tests.ops.test_documented_bytes import FAMILY, specs
 
@@ -53,3 +55,15 @@ def test_strided_tensors_cost_a_copy_at_most(name, monkeypatch):
             again = FAMILY[name] in ("linear", "linear_loss")  # each of torch's products copies its operands
             most = plain[op][0] + (1 + again) * len(strided), plain[op][1] + sum(t.nbytes for t in strided)
             assert count <= most[0] and peak <= most[1], f"{op} {layout}: {count, peak}, expected at most {most}"
+
+
+@pytest.mark.parametrize("name", ["rope", "qk_norm_rope"])
+def test_a_table_of_many_positions_is_read_where_it_lies(name):
+    """Halves of one table beside two of their own: a copy would cost more than the few tokens of a call."""
+    given, table = arguments_of(name), torch.randn(4096, 2, 4, dtype=torch.float64)
+    used = []
+    for cos, sin in (table.unbind(1), table.transpose(0, 1).contiguous()):
+        with Recorder() as recorder:
+            getattr(warpsmith, name)(**given | {"cos": cos, "sin": sin})
+        used.append([usage(op, made[0]) for op, made in recorder.calls.items()])
+    assert used[0] == used[1]
