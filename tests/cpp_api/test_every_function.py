@@ -189,6 +189,9 @@ def calls(cpp, name, given):
             chosen = {n: None if n in absent else value for n, value in given.items()}
             leaves = {n: v for n, v in chosen.items() if isinstance(v, torch.Tensor) and v.requires_grad}
             yield absent, chosen, leaves
+            for name in leaves if not absent else ():  # beside frozen ones
+                frozen = {n: v.detach() if n in leaves and n != name else v for n, v in chosen.items()}
+                yield absent, frozen, {name: leaves[name]}
 
 
 def outputs(function, *arguments, **named):

@@ -402,3 +402,12 @@ def test_a_scaler_clips_and_skips():
             plain.step()
     for p, q in zip(a, b, strict=True):
         assert float((p - q).abs().max()) <= 2**-8 * 0.02 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("weight_decay", 0.5), ("betas", (0.5, 0.75)), ("precision", "bf16_kahan")]
+)
+def test_a_group_of_both_kinds_gives_its_values_to_both(name, value):
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((4, 3), (5,))]
+    optimizer = warpsmith.optim.Muon([{"params": params, name: value}], others="adamw", others_weight_decay=0.25)
+    assert [group[name] for group in optimizer.param_groups] == [value, value]
