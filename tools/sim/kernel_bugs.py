@@ -322,6 +322,12 @@ BINDINGS = (
      "test_attention.py -k 'sim- and layout and grad_lse'", "error"),
     ("strided_gradient_of_losses_read_in_a_row", "cross_entropy.cpp", "dloss = @as_contiguous(dloss_any)", "dloss_any",
      "test_cross_entropy.py -k 'sim- and error_law and grad_loss_every_second'", "grad_logits: error"),
+    ("strided_running_statistics_not_written", "batch_norm.cpp", "if (@!to.is_contiguous()", "false",
+     "test_wrong_tensors.py -k 'lie_apart and batch_norm_forward'", "test_each_tensor"),
+    ("saved_logits_read_in_a_row", "linear_loss_log_prob.cpp", "logits = @as_contiguous(logits, kBackward)", "logits",
+     "test_wrong_tensors.py -k 'lie_apart and linear_log_prob_backward'", "test_each_tensor"),
+    ("memory_for_sums_that_nobody_needs", "batch_norm.cpp", "if (@p.needs_sums()", "true",
+     "test_batch_norm.py -k 'sim- and allocated'", "bytes allocated"),
 )  # fmt: skip
 # Of several families, all in one build.
 SEVERAL = (
@@ -355,6 +361,12 @@ SEVERAL = (
      "by_rows && !has_exact_reciprocal(scale)", "ops/test_quantize_values.py -k 'near_ties and sim'", "test_quotients"),
     ("codes_behind_the_end_are_no_zeros", "optim/step_8bit.cuh", "is_signed<F>(s) ? 127 : 0", "0",
      "optim/test_eight_bit.py -k behind_the_last", "test_what_is_behind"),
+    ("rows_of_later_turns_by_another_stride", "norm/batches.cuh", "passed_step = units * @p.dresidual_out_stride",
+     "p.dy_stride", "ops/test_norm_residual.py -k 'sim- and layout and vectors_apart'", "grad_x: error"),
+    ("infinity_in_an_odd_place", "cross_entropy/row.cuh", "isnan(@weighted[0] + weighted[1]", "weighted[0]",
+     "ops/test_linear_loss.py -k 'sim- and edge_value and LogProb'", "entropy: error"),
+    ("infinite_x_times_no_mean", "batch_norm/backward.cuh", "const float d = @p.means", "p.affine.rstd",
+     "ops/test_batch_norm.py -k 'sim- and edge_value and training_False-activation'", "grad_x: error"),
 )  # fmt: skip
 BUGS += tuple(
     Bug(name, "attention", file, changes, test, noticed_as, library.PLAIN, switch=number)
