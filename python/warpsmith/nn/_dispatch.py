@@ -131,6 +131,29 @@ def reason_for_torch_rms_norm(
     return reason_for_torch_layer_norm(dtype, device, weight_dtype, None, eps)
 
 
+def reason_for_torch_batch_norm(
+    dtype: torch.dtype,
+    device: str = "cuda",
+    weight_dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
+    running_dtype: torch.dtype | None = None,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    channels_last: bool = True,
+) -> str | None:
+    if not channels_last:
+        return "input is not in channels_last, as its result would be"
+    if not (checks.is_number(momentum) and abs(momentum) <= torch.finfo(torch.float32).max):
+        return "momentum is no finite number of float32"
+    if (
+        running_dtype is not None
+        and running_dtype is not dtype
+        and not (running_dtype is torch.float32 and dtype in HALVES)
+    ):
+        return f"running statistics are {running_dtype} beside {dtype}"
+    return reason_for_torch_layer_norm(dtype, device, weight_dtype, bias_dtype, eps)
+
+
 def reason_for_torch_softmax(
     dtype: torch.dtype, device: str = "cuda", result_dtype: torch.dtype | None = None
 ) -> str | None:
@@ -221,6 +244,7 @@ def reason_for_torch_scaled_dot_product_attention(
 register("nn.functional.layer_norm", "warpsmith.layer_norm", reason_for_torch_layer_norm)
 register("nn.functional.rms_norm", "warpsmith.rms_norm", reason_for_torch_rms_norm)
 register("conv2d", "", conv2d_way)
+register("nn.functional.batch_norm", "warpsmith.batch_norm", reason_for_torch_batch_norm)
 register("nn.functional.softmax", "warpsmith.softmax", reason_for_torch_softmax)
 register("nn.functional.log_softmax", "warpsmith.log_softmax", reason_for_torch_softmax)
 register("nn.functional.linear", "warpsmith.linear", reason_for_torch_linear)
