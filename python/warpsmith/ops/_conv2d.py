@@ -97,6 +97,8 @@ def checked(
         checks.refuse(NAME, "x", "shape (N, C, H, W) or (C, H, W)", checks.shape_text(x.shape))
     if weight.dim() != 4 or checks.known(weight.numel() == 0):
         checks.refuse(NAME, "weight", "shape (O, C / groups, kH, kW), none of it 0", checks.shape_text(weight.shape))
+    # A kernel of 1 has no holes. torch 2.13 crashes on the CPU in some calls of 16 bits that give it some.
+    dilation = (1 if weight.shape[2] == 1 else dilation[0], 1 if weight.shape[3] == 1 else dilation[1])
     channels, filters = x.shape[-3], weight.shape[0]
     if checks.known(channels % groups + filters % groups != 0):
         checks.refuse(NAME, "groups", f"a divisor of {channels} channels and {filters} filters", str(groups))
