@@ -11,19 +11,24 @@ from typing import NamedTuple
 from warpsmith import _C
 
 # The order of tables; families that are not named follow by name.
-ORDER = tuple(
-    "norm batch_norm group_norm rope attention activation linear cross_entropy linear_loss quantize optim".split()
+ORDER = (
+    *"norm batch_norm group_norm conv2d rope attention activation".split(),
+    *"linear cross_entropy linear_loss quantize optim".split(),
 )
 
 
 class OpRow(NamedTuple):
-    """name: the op's. family: its folder of kernels. body: the list's name, ``GATED`` of ``WARPSMITH_GATED_OPS``.
-    arguments: what else stands in its row."""
+    """name: the op's. family: its folder of kernels. body: the list's name, ``GATED`` of ``WARPSMITH_GATED_OPS``,
+    or COMPOSED. arguments: what else stands in its row."""
 
     name: str
     family: str
     body: str
     arguments: tuple[str, ...]
+
+
+# In Python, of torch's ops and those of other families: no list in C++ has them.
+_COMPOSED = (OpRow("conv2d", "conv2d", "COMPOSED", ()),)
 
 
 def _place(family: str) -> int:
@@ -32,7 +37,8 @@ def _place(family: str) -> int:
 
 def rows(*bodies: str) -> tuple[OpRow, ...]:
     """The ops of these bodies, without any all ops, family after family."""
-    found = [row for row in itertools.starmap(OpRow, _C.ops()) if row.body in bodies or not bodies]
+    every = (*itertools.starmap(OpRow, _C.ops()), *_COMPOSED)
+    found = [row for row in every if row.body in bodies or not bodies]
     return tuple(sorted(found, key=lambda row: (_place(row.family), row.family)))
 
 

@@ -465,7 +465,7 @@ def test_on_a_gpu(name, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
-@torch.backends.cudnn.flags(allow_tf32=False)  # to which torch rounds some convolutions
+@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # to which torch rounds some convolutions
 def test_fold_on_a_gpu(dtype, autocast):
     """Where ReLU is behind it, one kernel of cuDNN in 16 bits."""
     model, x = make("basic").eval(), images()

@@ -16,7 +16,7 @@ from warpsmith.testing import measure
 
 from tests.dispatched import Dispatched
 
-NAMES = ["layer_norm", "rms_norm", "linear", "cross_entropy", "scaled_dot_product_attention"]
+NAMES = ["layer_norm", "rms_norm", "batch_norm", "linear", "cross_entropy", "scaled_dot_product_attention"]
 if hasattr(theirs, "linear_cross_entropy"):  # newer than torch 2.11
     NAMES.append("linear_cross_entropy")
 INFOS = {  # variants have options of linear_cross_entropy, which is torch's with them
@@ -37,9 +37,9 @@ def run(function, sample, dtype):
     leaves = []
 
     def leaf(t):
-        if isinstance(t, torch.Tensor) and t.requires_grad:
-            t = t.detach().clone().requires_grad_()
-            leaves.append(t)
+        if isinstance(t, torch.Tensor):  # a copy of statistics, too, which batch_norm updates
+            t = t.detach().clone().requires_grad_(t.requires_grad)
+            leaves.extend([t] * t.requires_grad)
         return t
 
     arguments, options = [leaf(sample.input), *map(leaf, sample.args)], {k: leaf(v) for k, v in sample.kwargs.items()}
@@ -58,6 +58,11 @@ def in_float64(sample):
         return value
 
     return sample.transform(wide)
+
+
+def in_channels_last(t):
+    pixels = isinstance(t, torch.Tensor) and t.dim() == 4
+    return t.contiguous(memory_format=torch.channels_last) if pixels else t
 
 
 def orders_of(name, dtype, sample):
@@ -89,7 +94,10 @@ def test_torchs_sample_inputs(name, dtype, figure):
         pytest.skip(f"torch has no {name} for {dtype} on the CPU")
     torch.manual_seed(0)
     count = fused = 0
-    for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
+    samples = info.sample_inputs("cpu", dtype, requires_grad=True)
+    if name == "batch_norm":  # in NCHW it is torch's
+        samples = [s.transform(in_channels_last) for s in samples]
+    for sample in samples:
         triples = []
         for order in orders_of(name, dtype, sample):
             with Dispatched() as fused_ops:
@@ -137,7 +145,7 @@ def test_zero_is_a_value(name, option):
     torch.manual_seed(0)
     for sample in INFOS[name].sample_inputs("cpu", torch.float32, requires_grad=False):
         probabilities = option == "ignore_index" and sample.args[:2][-1].is_floating_point()  # none is ignored
-        if sample.kwargs.get("dropout_p") or probabilities:
+        if sample.kwargs.get("dropout_p") or sample.kwargs.get("training") or probabilities:  # eps=0 is refused there
             continue
         options = {**sample.kwargs, option: FALSE[option]}
         with sdpa_kernel(SDPBackend.MATH):  # torch's flash attention gives NaN for scale=0.0 under a causal mask
@@ -182,6 +190,12 @@ def test_what_torch_refuses_is_refused():
         lambda f: f.layer_norm(x, (7,)),
         lambda f: f.rms_norm(x, ()),
         lambda f: f.layer_norm(x, (8,), torch.ones(7)),
+        lambda f: f.batch_norm(x, None, None),
+        lambda f: f.batch_norm(x, None, torch.ones(8), training=True),
+        lambda f: f.batch_norm(x[:1], None, None, training=True),
+        lambda f: f.batch_norm(x, None, None, training=True, eps=0.0),
+        lambda f: f.batch_norm(x, torch.ones(7), torch.ones(8)),
+        lambda f: f.batch_norm(x, None, None, training=True, momentum="x"),
         lambda f: f.cross_entropy(x, target[:2]),
         lambda f: f.cross_entropy(x, target.int()),
         lambda f: f.cross_entropy(x, target, reduction="x"),
@@ -205,6 +219,7 @@ X, Q, W = torch.randn(6, 8), torch.randn(1, 2, 3, 8), torch.rand(5, 8)
 GIVEN = {
     "layer_norm": {"input": X, "normalized_shape": (8,), "weight": W[0], "bias": W[1]},
     "rms_norm": {"input": X, "normalized_shape": (8,), "weight": W[0]},
+    "batch_norm": {"input": X, "running_mean": W[2], "running_var": W[3], "weight": W[0], "bias": W[1]},
     "linear": {"input": X, "weight": W, "bias": W[:, 0]},
     "cross_entropy": {"input": X, "target": torch.arange(6), "weight": W[0]},
     "linear_cross_entropy": {"input": X, "linear_weight": W, "target": torch.arange(6) % 5, "weight": W[:, 0]},
@@ -246,6 +261,10 @@ def test_plan_says_what_is_called():
     assert plan("layer_norm", dtype="bfloat16")["calls"] == "warpsmith.layer_norm"
     other = plan("layer_norm", dtype="float32", weight_dtype=torch.bfloat16)
     assert other["calls"] == "torch.nn.functional.layer_norm" and "weight is torch.bfloat16" in other["why"]
+    assert plan("batch_norm", dtype="bfloat16", running_dtype="float32")["calls"] == "warpsmith.batch_norm"
+    assert "not in channels_last" in plan("batch_norm", dtype="float32", channels_last=False)["why"]
+    assert "statistics are torch.bfloat16" in plan("batch_norm", dtype="float32", running_dtype="bfloat16")["why"]
+    assert "momentum is no finite" in plan("batch_norm", dtype="float32", momentum=float("inf"))["why"]
     assert plan("rms_norm", dtype="float32", weight_dtype="bfloat16")["calls"] == "warpsmith.rms_norm"
     assert "float64 is fused on the CPU" in plan("rms_norm", dtype="float64", device="cuda")["why"]
     assert "only class indices" in plan("cross_entropy", dtype="float32", target_dtype="float32")["why"]
@@ -270,6 +289,7 @@ def test_dtypes_under_autocast_are_torchs(dtype, device):
         for call in (
             lambda f: f.layer_norm(x, (8,), w, w),
             lambda f: f.rms_norm(x, (8,), w),
+            lambda f: f.batch_norm(x, None, None, w, w, training=True),
             lambda f: f.cross_entropy(x, target),
             lambda f: f.scaled_dot_product_attention(*(x.view(1, 1, 3, 8),) * 3),
         ):

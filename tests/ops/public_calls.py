@@ -56,6 +56,12 @@ def arguments_of(name: str) -> dict:
             "max_seqlen_k": TOKENS,
         },
         "batch_norm": {"running_mean": make(WIDTH), "running_var": make(WIDTH).square()} | of_norm | bias | residual,
+        "conv2d": {
+            "x": make(TOKENS, 2, 4, 4),
+            "weight": make(CLASSES, 2, 3, 3),
+            "residual": make(TOKENS, CLASSES, 2, 2),
+        }
+        | {"bias": make(CLASSES)},
         "cross_entropy": {"logits": make(TOKENS, CLASSES), "target": target},
         "dequantize_fp8": {"t": warpsmith.quantize_fp8(rows().float())},
         "dropout_add": {"x": rows(), "p": 0.5} | residual | seed,

@@ -22,7 +22,7 @@ FAMILY = {row.name: row.family for row in families.rows()}
 # Bound by products of matrices, not by memory: their docstrings name no bytes.
 # Results are of another width: the law's floor counts bytes.
 IN_BYTES = {row.name for row in families.rows("QUANTIZE", "IMAGE")}
-COMPUTE_BOUND = {row.name for row in families.rows("ATTENTION", "LINEAR", "LINEAR_LOSS")}
+COMPUTE_BOUND = {row.name for row in families.rows("ATTENTION", "LINEAR", "LINEAR_LOSS", "COMPOSED")}
 
 
 @functools.cache

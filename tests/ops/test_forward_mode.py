@@ -21,6 +21,7 @@ def tensors(*shapes):
 
 X, R, W, B, HEADS = tensors((4, 6), (4, 6), (6,), (6,), (4, 6))
 Q, K = tensors((2, 5, 3, 8), (2, 5, 1, 8))
+IMAGE, FILTER = tensors((2, 3, 4, 4), (2, 3, 3, 3))
 HEAD = torch.rand(8, dtype=FP64) + 0.5
 ANGLES = torch.arange(9, dtype=FP64)[:, None] * torch.tensor([1.0, 0.3, 0.1], dtype=FP64)
 TABLES = ANGLES.cos(), ANGLES.sin()
@@ -48,6 +49,7 @@ CASES = {
     "batch_norm": (lambda x, w, b: warpsmith.batch_norm(x, B, W.square(), w, b), X, W, B),
     "batch_norm, training": (lambda x, w, r: batch_norm_in_training(x, w, residual=r, activation="relu"), X, W, R),
     "group_norm": (lambda x, w, b: warpsmith.group_norm(x, 2, w, b, activation="silu"), X, W, B),
+    "conv2d": (lambda x, w, b: warpsmith.conv2d(x, w, b, activation="silu"), IMAGE, FILTER, B[:2]),
     "linear": (lambda x, w, b: warpsmith.linear(x, w, b, "silu"), X, HEADS, TARGET.double()),
     "linear, residual": (lambda x, w, r: warpsmith.linear(x, w, None, "gelu", residual=r), X, HEADS, X[:, :4] + 1),
     "mlp": (lambda x, w1, w2: warpsmith.mlp(x, w1, None, w2, None), X, HEADS, HEADS[:, :4] + 0.5),

@@ -27,6 +27,19 @@ WRONG = {
     "int": {**TENSORS, **NO_SCALARS, **NO_INT64, **TRUE, **NOT_FINITE, "1.0": 1.0},
     "float": {**TENSORS, **NO_SCALARS, **NO_DOUBLE, **TRUE, **NOT_FINITE},
     "str": {**TENSORS, **NO_SCALARS, **NO_INT64, **TRUE, "1.0": 1.0, "None": None},
+    "int | Sequence[int]": {
+        **TENSORS,
+        **TRUE,
+        **NOT_FINITE,
+        **NO_INT64,
+        "a str": "ab",
+        "three": (1, 2, 3),
+        "none": (),
+        "a float": (1.0, 1),
+        "-1": -1,
+        "complex": 1j,
+        "a dict": {},
+    },
     "Sequence[int]": {
         "a str": "ab",
         "long": (2**20000, "x"),
@@ -49,6 +62,7 @@ WRONG = {
     "Fp8State": {**TENSORS, **NO_SCALARS, **TRUE, "1": 1},
     "torch.dtype": {**TENSORS, **NO_SCALARS, **TRUE, "1": 1, "int64": torch.int64},
 }
+WRONG["str | int | Sequence[int]"] = WRONG["int | Sequence[int]"]
 # Tensors that a parameter takes beside numbers, and "None" for one that need not be given.
 BESIDE = re.compile(r" \| (Tensor|None|Fp8Recipe)")
 
@@ -125,7 +139,7 @@ RIGHT = {
     "int": (np.int64(3), np.int32(3), np.array(3), torch.tensor(3)),
     "float": (1, np.float32(0.5), np.float64(0.5), np.int64(1), np.array(0.5)),
 }
-OTHER_WORDS = {"kv_heads", "batch_invariant"}  # not beside k; on Hopper cards alone
+OTHER_WORDS = {"kv_heads", "batch_invariant", "groups"}  # not beside k; on Hopper cards alone; of the channels
 
 
 @pytest.mark.parametrize("name", NAMES)

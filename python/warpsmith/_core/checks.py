@@ -285,3 +285,14 @@ def count(op: str, argument: str, value: object, expected: str, least: int) -> N
     """Refuses what is no whole number from ``least`` on that 64 bits hold."""
     if type(value) is not int or not least <= value < 2**63:
         refuse(op, argument, expected, repr(value) if isinstance(value, str) else value_text(value))
+
+
+def counts(op: str, argument: str, value: Any, least: int) -> tuple[int, int]:
+    """One whole number from ``least`` on for both dimensions of an image, or one for each."""
+    both = value if isinstance(value, (tuple, list)) else (value,)
+    expected = f"a whole number >= {least}, or two"
+    if len(both) not in (1, 2):
+        refuse(op, argument, expected, value_text(value))
+    for number in both:
+        count(op, argument, number, expected, least)
+    return both[0], both[-1]

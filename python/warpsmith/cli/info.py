@@ -194,10 +194,10 @@ def cublas_lt(build: dict[str, Any]) -> str:
 
 
 def public_ops() -> list[str]:
-    """The ops as functions: the rows of the families' lists."""
-    from warpsmith import _C
+    """The ops as functions."""
+    from warpsmith import ops
 
-    return sorted(row[0] for row in _C.ops())
+    return sorted(filter(str.islower, ops.__all__))
 
 
 def text(facts: dict[str, Any], list_ops: bool = False) -> str:

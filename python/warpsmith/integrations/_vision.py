@@ -10,8 +10,11 @@ from torch.autograd import forward_ad
 
 from warpsmith._core.modules import is_untouched, stock
 from warpsmith.integrations._modules import Forward, Part, StandIn
-from warpsmith.nn._dispatch import HALVES, reason_for_torch_layer_norm
+from warpsmith.nn._dispatch import reason_for_torch_layer_norm
+from warpsmith.nn.functional import is_autocast
+from warpsmith.ops._conv2d import result_shape
 from warpsmith.ops.batch_norm import batch_norm
+from warpsmith.ops.conv2d import conv2d
 from warpsmith.ops.group_norm import group_norm
 
 _ACTS = {"relu": torch.relu, "silu": nn.functional.silu}
@@ -112,21 +115,6 @@ def _fold(conv: Any, norm: Any) -> tuple[Tensor, Tensor]:
     return (weight * scale.view(-1, 1, 1, 1)).to(conv.weight.dtype), shift.to(conv.weight.dtype)
 
 
-def _cudnn(conv: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
-    """relu(convolution + residual) as one kernel of cuDNN."""
-    given = conv.stride, conv.padding, conv.dilation, conv.groups
-    if residual is None:
-        return torch.cudnn_convolution_relu(x, weight, bias, *given)
-    return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *given)
-
-
-def _is_whole(residual: Tensor, conv: Any, x: Tensor) -> bool:
-    """Whether a residual has the shape of a convolution's result: cuDNN broadcasts none."""
-    sizes = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation, strict=True)
-    size = [(n + 2 * pad - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, pad, dilation in sizes]
-    return tuple(residual.shape) == (x.shape[0], conv.out_channels, *size)
-
-
 def folded(conv: Any, norm: Any, x: Tensor, residual: Tensor | None = None, act: Any = None) -> Tensor:
     """act(norm(conv(x)) + residual): in evaluation without gradients, the norm is in the convolution's weights."""
     kind = _act_of(act)
@@ -135,14 +123,15 @@ def folded(conv: Any, norm: Any, x: Tensor, residual: Tensor | None = None, act:
     if not evaluates or not untouched or not (kind is None or isinstance(kind, str)):
         return normed(norm, conv(x), residual, act)
     weight, bias = _fold(conv, norm)
-    if x.is_cuda and kind == "relu" and conv.padding_mode == "zeros" and not isinstance(conv.padding, str):
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        whole = residual is None or (residual.dtype == dtype and x.dim() == 4 and _is_whole(residual, conv, x))
-        if dtype in HALVES and whole:
-            return _cudnn(conv, x.to(dtype), weight.to(dtype), bias.to(dtype), residual)
+    given = conv.stride, conv.padding, conv.dilation, conv.groups
+    dtype = torch.get_autocast_dtype(x.device.type) if is_autocast(x) else x.dtype
+    shape = result_shape(x, weight, *given[:3])
+    fits = residual is None or (residual.dtype == dtype and tuple(residual.shape) == shape)
+    if conv.padding_mode == "zeros" and fits:
+        return conv2d(x, weight, bias, *given, activation=kind, residual=residual)
     y = conv._conv_forward(x, weight, bias)
     y = y if residual is None else y + residual
-    return y if kind is None else y.relu_()
+    return y if kind is None else _ACTS[kind](y)
 
 
 # ---- blocks of diffusers, whose forwards torch.fx cannot follow: their norms do what the activation would

@@ -11,13 +11,6 @@ from warpsmith._core import checks
 from warpsmith.nn._batch_norm import BatchNorm2d
 
 
-def _pair(owner: str, name: str, value: int | tuple[int, int], least: int) -> tuple[int, ...]:
-    values = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
-    for size in values:
-        checks.count(owner, name, size, f"a whole number >= {least}, or two", least)
-    return values
-
-
 class ConvBNReLU(nn.Sequential):
     """A convolution, batch norm, a residual and ReLU: torch's ``Conv2d``, and all behind it as one op.
 
@@ -68,9 +61,9 @@ class ConvBNReLU(nn.Sequential):
         checks.one_of(owner, "activation", activation, (None, "relu"))
         checks.flags(owner, bias=bias)
         sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
-        kernel, step, apart = (_pair(owner, name, size, 1) for name, size in sizes.items())
+        kernel, step, apart = (checks.counts(owner, name, size, 1) for name, size in sizes.items())
         same = tuple((k - 1) // 2 * d for k, d in zip(kernel, apart, strict=True))
-        around = same if padding is None else _pair(owner, "padding", padding, 0)
+        around = same if padding is None else checks.counts(owner, "padding", padding, 0)
         if in_channels % groups or out_channels % groups:
             checks.refuse(owner, "groups", "a divisor of both numbers of channels", str(groups))
         given: Any = (in_channels, out_channels, kernel, step, around, apart, groups, bias)

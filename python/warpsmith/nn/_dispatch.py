@@ -14,21 +14,25 @@ from torch.nn import functional
 
 from warpsmith import _C
 from warpsmith._core import checks
+from warpsmith.ops._conv2d import way as conv2d_way
 from warpsmith.ops._linear import library_choice
 
 
 class _Choice(NamedTuple):
-    """Between an op of ours and torch's function of a name. ``reason_for_torch(**problem)``: None where it is ours."""
+    """Between an op of ours and torch's function of a name. ``reason_for_torch(**problem)``: None where it is ours; or
+    the call and the reason, of more than these two."""
 
     ours: str
-    reason_for_torch: Callable[..., str | None]
+    reason_for_torch: Callable[..., str | tuple[str, str] | None]
     theirs: str
 
 
 _choices: dict[str, _Choice] = {}
 
 
-def register(name: str, ours: str, reason_for_torch: Callable[..., str | None], theirs: str | None = None) -> None:
+def register(
+    name: str, ours: str, reason_for_torch: Callable[..., str | tuple[str, str] | None], theirs: str | None = None
+) -> None:
     """Lets ``plan(name, **problem)`` say whether a function of torch's name calls ``ours`` or ``theirs`` (None: torch's
     function of that name), and why."""
     _choices[name] = _Choice(ours, reason_for_torch, theirs or f"torch.{name}")
@@ -53,6 +57,8 @@ def _choose(name: str, problem: dict[str, Any]) -> dict[str, Any]:
         if parameter.default is inspect.Parameter.empty and key not in problem:
             raise ValueError(f"plan: {name}: {key}: expected a value, got none")
     why = reason_for_torch(**{key: _dtype(v) if key.endswith("dtype") else v for key, v in problem.items()})
+    if isinstance(why, tuple):
+        return dict(zip(("calls", "why"), why, strict=True))
     return {"calls": ours if why is None else theirs, "why": why or "fused"}
 
 
@@ -123,6 +129,29 @@ def reason_for_torch_rms_norm(
     if weight_dtype in HALVES:  # cast where that is exact
         weight_dtype = dtype
     return reason_for_torch_layer_norm(dtype, device, weight_dtype, None, eps)
+
+
+def reason_for_torch_batch_norm(
+    dtype: torch.dtype,
+    device: str = "cuda",
+    weight_dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
+    running_dtype: torch.dtype | None = None,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    channels_last: bool = True,
+) -> str | None:
+    if not channels_last:
+        return "input is not in channels_last, as its result would be"
+    if not (checks.is_number(momentum) and abs(momentum) <= torch.finfo(torch.float32).max):
+        return "momentum is no finite number of float32"
+    if (
+        running_dtype is not None
+        and running_dtype is not dtype
+        and not (running_dtype is torch.float32 and dtype in HALVES)
+    ):
+        return f"running statistics are {running_dtype} beside {dtype}"
+    return reason_for_torch_layer_norm(dtype, device, weight_dtype, bias_dtype, eps)
 
 
 def reason_for_torch_softmax(
@@ -214,6 +243,8 @@ def reason_for_torch_scaled_dot_product_attention(
 
 register("nn.functional.layer_norm", "warpsmith.layer_norm", reason_for_torch_layer_norm)
 register("nn.functional.rms_norm", "warpsmith.rms_norm", reason_for_torch_rms_norm)
+register("conv2d", "", conv2d_way)
+register("nn.functional.batch_norm", "warpsmith.batch_norm", reason_for_torch_batch_norm)
 register("nn.functional.softmax", "warpsmith.softmax", reason_for_torch_softmax)
 register("nn.functional.log_softmax", "warpsmith.log_softmax", reason_for_torch_softmax)
 register("nn.functional.linear", "warpsmith.linear", reason_for_torch_linear)

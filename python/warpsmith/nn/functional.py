@@ -1,6 +1,6 @@
 """``torch.nn.functional`` with fused ops in it: ``import warpsmith.nn.functional as F`` in the place of torch's.
 
-Signatures, defaults, dtypes and meaning are torch's. ``layer_norm``, ``rms_norm``, ``group_norm``,
+Signatures, defaults, dtypes and meaning are torch's. ``layer_norm``, ``rms_norm``, ``batch_norm``, ``group_norm``,
 ``softmax``, ``log_softmax``, ``linear``, ``cross_entropy``, ``linear_cross_entropy`` and
 ``scaled_dot_product_attention`` run our ops where these
 compute what torch's arguments say, and call torch where they do not;
@@ -35,6 +35,7 @@ from warpsmith._core.library import raw
 from warpsmith.nn import _composed
 from warpsmith.nn._dispatch import (
     HALVES,
+    reason_for_torch_batch_norm,
     reason_for_torch_cross_entropy,
     reason_for_torch_layer_norm,
     reason_for_torch_linear,
@@ -43,6 +44,7 @@ from warpsmith.nn._dispatch import (
     reason_for_torch_softmax,
 )
 from warpsmith.ops.attention import attention
+from warpsmith.ops.batch_norm import batch_norm as _batch_norm
 from warpsmith.ops.cross_entropy import cross_entropy as _cross_entropy
 from warpsmith.ops.group_norm import group_norm as _group_norm
 from warpsmith.ops.linear import linear as _linear
@@ -127,6 +129,53 @@ def layer_norm(
     rank = len(shape)
     y = _layer_norm(_flat(input, rank), _flat(weight, rank), _flat(bias, rank), eps)  # type: ignore[arg-type]
     return y if rank == 1 else y.view(input.shape)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``torch.nn.functional.batch_norm`` by :func:`warpsmith.batch_norm` where ``input`` is in channels_last.
+
+    Args: torch's.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> warpsmith.nn.functional.batch_norm(x, None, None, training=True)
+        tensor([[-1.0000],
+                [ 1.0000]])
+    """
+    arguments = running_mean, running_var, weight, bias, training, momentum, eps
+    if _overridden(input, *arguments[:4]) or not _batch_norm_fits(input, running_mean, running_var, training, eps):
+        return _torch.batch_norm(input, *arguments)
+    if _autocasts("batch_norm", input):
+        input, weight, bias = _wide(input), _wide(weight), _wide(bias)  # type: ignore[assignment]
+    parameters = weight, bias, running_mean, running_var
+    of_weight, of_bias, of_running = (None if t is None else t.dtype for t in parameters[:3])
+    if not _affine_fits(tuple(input.shape[1:2]), input.movedim(1, -1), *parameters) or reason_for_torch_batch_norm(
+        input.dtype, input.device.type, of_weight, of_bias, of_running, momentum, eps
+    ):
+        return _torch.batch_norm(input, *arguments)
+    return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _batch_norm_fits(input: Tensor, mean: Tensor | None, var: Tensor | None, training: Any, eps: Any) -> bool:
+    """Whether a call is ours as far as layout and statistics go, and training is possible."""
+    pixels = input.dim() == 2 and input.is_contiguous() and input.numel() > 0
+    if not (pixels or _are_pixels(input, 1)) or not isinstance(training, bool):
+        return False
+    if mean is None or var is None:
+        known = training and mean is var
+    else:
+        known = mean.dtype is var.dtype and not (mean.requires_grad or var.requires_grad)
+    return known and (not training or (input.numel() > input.shape[1] and eps != 0))  # else torch's error
 
 
 def group_norm(

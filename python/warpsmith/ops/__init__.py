@@ -7,6 +7,7 @@ from warpsmith.ops._quantize import Fp8Tensor
 from warpsmith.ops.activation import bias_gelu, bias_relu, bias_silu, dropout_add, geglu, reglu, relu_squared, swiglu
 from warpsmith.ops.attention import attention, attention_varlen
 from warpsmith.ops.batch_norm import batch_norm
+from warpsmith.ops.conv2d import conv2d
 from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
 from warpsmith.ops.group_norm import group_norm
 from warpsmith.ops.image import normalize_image
@@ -37,6 +38,7 @@ __all__ = [
     "bias_gelu",
     "bias_relu",
     "bias_silu",
+    "conv2d",
     "cross_entropy",
     "dequantize_fp8",
     "dropout_add",
