@@ -65,7 +65,7 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
         for case in kernels.bytes_cases(spec) if spec.floor_bytes else ():
             add(f"bytes_moved[{case}]", kernels.check_bytes_moved, spec, case)
         for case in kernels.allocation_cases(spec) if spec.floor_bytes and spec.differentiable else ():
-            add(f"allocated[{case}]", kernels.check_allocated_is_written, spec, case)
+            add(f"bytes_moved[{case}-allocated]", kernels.check_allocated_is_written, spec, case)
         if spec.opcheck and "sim" not in spec.float64_devices:
             add("float64_refused", kernels.check_float64_refused, spec)
         if spec.differentiable:

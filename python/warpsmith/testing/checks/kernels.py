@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -157,12 +158,9 @@ def check_allocated_is_written(spec: OpSpec, case: Case) -> None:
         outputs = flatten(spec.op(**leaves), spec.outputs)
         grads = upstream(spec, case, outputs)
         made = {n: y for n, y in outputs.items() if y.requires_grad}
+        arguments = [*made.values()], [leaves[name]], [grads[n] for n in made]
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            _, (_, written) = sim.counted(
-                lambda made=made, leaf=leaves[name], grads=grads: torch.autograd.grad(
-                    [*made.values()], leaf, [grads[n] for n in made]
-                )
-            )
+            _, (_, written) = sim.counted(partial(torch.autograd.grad, *arguments))
         sizes = (e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
         allocated = sum(n for n in sizes if n > 0)
         assert allocated <= written, f"{spec.name} {case}: {name} alone: {allocated} bytes allocated, {written} written"
