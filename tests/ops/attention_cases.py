@@ -15,7 +15,7 @@ OF_BOTH = {  # what both specs say
     "laid_out": ("q", "k", "v"),
     "zero_sizes": False,
     "one_element": False,
-    "edges_beside_options": (),  # an infinite q gives NaN to keys that it does not see
+    "edges_beside_options": (),  # an infinite q gives NaN to keys of its sequence that it does not see, as in torch
     "edge_steps": 2,  # a huge element of q multiplies every addition that follows it
     "sim_float32_steps": SIM_STEPS,
     "traced": "warpsmith::attention",

@@ -137,7 +137,7 @@ def edge_cases(spec: OpSpec, case: Case | None = None) -> list[tuple[str, str]]:
     return [(name, value) for name in names for value in edge_values(inputs[name].dtype)]
 
 
-EDGES_BESIDE_OPTIONS, MOST_OPTIONS = ("inf", "minus_inf", "nan"), 24
+EDGES_BESIDE_OPTIONS, MOST_OPTIONS = (("inf", 0), ("nan", 0), ("minus_inf", 1)), 24  # values, and where
 
 
 def option_cases(spec: OpSpec, device: str = "cpu") -> list[Case]:
@@ -151,15 +151,14 @@ def option_cases(spec: OpSpec, device: str = "cpu") -> list[Case]:
 
 
 def check_edges_beside_options(spec: OpSpec, case: Case, device: str = "cpu") -> None:
-    """With one element infinite or NaN beside a case's options, and another one beside its neighbour: as
+    """With one element infinite or NaN, in even and odd places, beside a case's options: as
     :func:`check_edge_value`."""
     bounds = {e.name: e.bound for e in measure_case(spec, case, make_inputs(spec, case, device))}
     for name in dict.fromkeys(n for n, _ in edge_cases(spec, case)):
         if name not in (spec.edges_beside_options or (name,)):
             continue
-        for value in EDGES_BESIDE_OPTIONS:
-            for place in (0, 1):
-                _check_edge(spec, case, name, value, device, bounds, place)
+        for value, place in EDGES_BESIDE_OPTIONS:
+            _check_edge(spec, case, name, value, device, bounds, place)
 
 
 def check_edge_value(
