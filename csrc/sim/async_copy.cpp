@@ -23,8 +23,8 @@ void execute(AsyncCopy& c) {
 
 void copy_async(void* shared, const void* global, int bytes, int valid_bytes, Site site) {
   const auto alignment = static_cast<unsigned>(bytes);
-  if (reinterpret_cast<uintptr_t>(shared) % alignment ||
-      (valid_bytes && reinterpret_cast<uintptr_t>(global) % alignment))
+  // PTX excepts no address of which nothing is read.
+  if (reinterpret_cast<uintptr_t>(shared) % alignment || reinterpret_cast<uintptr_t>(global) % alignment)
     fail("cudaErrorMisalignedAddress: misaligned address: copy_async of " + std::to_string(bytes) + " bytes", site);
   if (owner_of_shared(shared) != self().block)
     fail("copy_async: the destination is not in this block's shared memory", site);

@@ -90,6 +90,17 @@ def test_largest_magnitudes_at_the_border_of_a_scale(to, power_of_two):
     assert bitwise_equal(t.scale, scale[:, None]) and t.counts.tolist() == [0, 0]
 
 
+@on_each_device
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("columns", [13, 129])
+def test_a_single_row_of_any_length(columns, dtype, device):
+    """Rows that are not there have addresses all the same, on 16 bytes whatever the length."""
+    x = torch.linspace(-3.0, 3.0, columns, dtype=dtype, device=device)[None]
+    t = warpsmith.quantize_fp8(x, "tensor", E4M3, transpose="also")
+    same(t, cast(x, t.scale, E4M3)[0])
+    assert bitwise_equal(t.transposed.view(torch.uint8), t.data.view(torch.uint8).t().contiguous())
+
+
 @pytest.mark.parametrize("scaling", ["row", "tensor", "block", "block2d"])
 def test_zeros_and_denormal_numbers(scaling):
     x = torch.zeros(3, 40)

@@ -43,7 +43,7 @@ Tiles tiles_of(const void* x, int64_t rows, int64_t columns, int64_t stride, Dty
   t.x = x;
   t.rows = rows;
   t.columns = columns;
-  t.x_stride = stride;
+  t.x_stride = rows > 1 ? stride : 0;  // copies of rows that are not there begin on 16 bytes too
   t.down = ceil_div(rows, kTile);
   t.across = ceil_div(columns, kTile);
   t.whole = rows_on_16_bytes(x, stride, rows, dtype);
