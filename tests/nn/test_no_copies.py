@@ -71,6 +71,7 @@ ATTENTION = [
 CASES = [(name, arguments, {}, lambda c=c: (c(), {})) for name, calls in CALLS.items() for arguments, c in calls]
 CASES += [("Attention", (WIDTH, 2, 1), options, call) for options, call in ATTENTION]
 FUNCTIONS = {
+    "batch_norm": lambda: (pixels(), None, None, torch.ones(WIDTH), torch.zeros(WIDTH), True),
     "cross_entropy": lambda: (rows()[None].transpose(1, 2), LABELS[None]),
     "group_norm": lambda: (pixels(), 2),
     "layer_norm": lambda: (rows(), (WIDTH,)),
