@@ -73,7 +73,7 @@ ADDRESSES = (
 SANITIZED_EDGES = {"optim": ["-k", "not reads_and_writes and not other-sim"]}
 # Variables under a sanitizer: every schedule has the same addresses. Two more than a law's own: late, early and random.
 FEWER = {"asan": {SCHEDULES: "1", RANDOM_SHARE: "16"}, "tsan": {SCHEDULES: "2", RANDOM_SHARE: "16"}}
-# Modules of another family's op that launches kernels of this one which no op of its own does.
+# Modules of another family's op, which launches kernels of this family that no op of this family launches.
 BY_ANOTHER = {"quantize": ("test_linear_scaled",)}
 # All of whose modules run.
 WHOLE = (
@@ -102,6 +102,8 @@ def specs() -> list[Path]:
     """The test modules of ops' laws, and those beside them whose tests run on a device."""
     found = []
     for path in sorted((TESTS / "ops").glob("test_*.py")):
+        if not family_of(path):  # composed in Python: no kernels
+            continue
         text = path.read_text()
         if " = op_tests(" in text or ('"device"' in text and path.stem.startswith(WHOLE) and path not in BESIDE):
             found.append(path)
@@ -109,11 +111,11 @@ def specs() -> list[Path]:
 
 
 def family_of(spec: Path) -> str:
-    """The family of kernels that a test module's name begins with."""
+    """The family of kernels that a test module's name begins with; empty: none."""
     if spec.parent.name != "ops":
         return "optim"
     families = (folder.name for folder in (CSRC / "kernels").iterdir() if folder.is_dir())
-    return max((f for f in families if f"{spec.stem}_".startswith(f"test_{f}_")), key=len)
+    return max((f for f in families if f"{spec.stem}_".startswith(f"test_{f}_")), key=len, default="")
 
 
 def checks(spec: Path, chosen: str = "sim-") -> list[str]:

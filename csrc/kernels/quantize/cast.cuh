@@ -45,8 +45,8 @@ __device__ __forceinline__ Divisor divisor(float scale) {
 // repair() must follow. Two corrections by the remainder make a quotient the nearest float (Markstein, "Computation of
 // elementary functions on the IBM RISC System/6000 processor", 1990), at a fifth of the code of a division.
 // kExact: d has an exact reciprocal, and nothing else of it is read.
-template <class F, bool kExact, int N>
-__device__ __forceinline__ bool cast_by(const float (&x)[N], const Divisor& d, Vector<uint32_t, N / 4>& bytes) {
+template <class F, bool kExact = false, int N>
+__device__ __forceinline__ bool cast(const float (&x)[N], const Divisor& d, Vector<uint32_t, N / 4>& bytes) {
   float q[N];
 #pragma unroll
   for (int k = 0; k < N; ++k) q[k] = x[k] * d.reciprocal;
@@ -63,10 +63,6 @@ __device__ __forceinline__ bool cast_by(const float (&x)[N], const Divisor& d, V
 #pragma unroll
   for (int k = 0; k < N; ++k) odd |= !(fabsf(q[k]) <= detail::float_of(kLimits<F>.largest_bits));
   return odd;
-}
-template <class F, int N>
-__device__ __forceinline__ bool cast(const float (&x)[N], const Divisor& d, Vector<uint32_t, N / 4>& bytes) {
-  return cast_by<F, false>(x, d, bytes);
 }
 
 // Any one value, counted. For loops that are not unrolled: values beyond the range are rare.

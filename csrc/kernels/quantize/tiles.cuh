@@ -4,9 +4,9 @@
 #include "kernels/quantize/cast.cuh"
 #include "kernels/quantize/quantize.h"
 
-// Squares of 128 by 128, one a block, that lie in shared memory. Threads take four rows of 16 bytes a turn, half a
-// square all together: what is not unrolled further is in the instruction cache for the second half and for the
-// multiprocessor's other blocks. What a block makes of its square:
+// Squares of 128 by 128, one a block, that lie in shared memory. A thread takes 16 bytes of four rows a turn; the block
+// takes half a square. The loop over turns is not unrolled: the second turn, and the multiprocessor's other blocks,
+// find its code in the instruction cache. What a block makes of its square:
 //
 //   amax  raises the largest magnitudes of rows, of columns or of all
 //   cast  bytes, transposed bytes or both; by known scales, by scales that it makes of those magnitudes, or by scales
@@ -42,9 +42,9 @@ struct Tiles {
 
 constexpr int kTurnRows = kTile / 2;  // of half a square
 
-// Where the word of 4 rows of a column lies in half a square that is turned: two columns in a line of all banks.
-// Neither threads of neighbouring vectors of columns nor store_turned have bank conflicts, and 8 columns are a line
-// apart.
+// Where the word of 4 rows of a column lies in half a square that is turned. A line of all banks has two columns, 64
+// apart; 8 columns of a vector lie in 8 lines. No bank conflicts: neither where a warp writes words of 16-bit values
+// nor in store_turned; words of float32 are written two to a bank.
 using Pair = Vector<uint32_t, 2>;
 constexpr unsigned kTurnLine = 32;
 __device__ __forceinline__ unsigned word_at(unsigned column, unsigned quad) {
@@ -379,7 +379,7 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
               for (int k = 0; k < N; ++k) value[k] *= factor[k];
             }
             Vector<uint32_t, N / 4> bytes;
-            odd |= cast_by<F, kExact>(value, {of_row.value(quad + i), of_row.reciprocal(quad + i)}, bytes);
+            odd |= cast<F, kExact>(value, {of_row.value(quad + i), of_row.reciprocal(quad + i)}, bytes);
             store_bytes(to, bytes, s.columns_here, p.whole_data);
           }
         }
@@ -404,7 +404,7 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
                 for (int i = 0; i < 4; ++i) four[i] *= factor[i];
               }
               Vector<uint32_t, 1> bytes;
-              odd |= cast_by<F, true>(four, {1.0f, reciprocal[k]}, bytes);
+              odd |= cast<F, true>(four, {1.0f, reciprocal[k]}, bytes);
               words[word + k * kTurnLine] = bytes.at[0];
             }
           } else {
@@ -415,7 +415,7 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
 #pragma unroll
               for (int i = 0; i < 4; ++i) four[i] = s.value(quad + i, c) * factor[i];
               Vector<uint32_t, 1> bytes;
-              odd |= cast_by<F, false>(four, {of_column.value(c), of_column.reciprocal(c)}, bytes);
+              odd |= cast<F, false>(four, {of_column.value(c), of_column.reciprocal(c)}, bytes);
               words[word + k * kTurnLine] = bytes.at[0];
             }
           }

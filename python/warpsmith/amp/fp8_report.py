@@ -233,8 +233,10 @@ def fp8_report(
     """
     if not isinstance(model, nn.Module):
         checks.refuse(_OP, "model", "a torch.nn.Module", checks.value_text(model))
-    checks.flags(_OP, **({} if speed is None else {"speed": speed}))
-    report, rows, hooks = Fp8Report(), {}, []  # type: ignore[var-annotated]
+    if speed is not None:
+        checks.flags(_OP, speed=speed)
+    report, hooks = Fp8Report(), []
+    rows: dict[str, tuple[int, Tensor]] = {}
     before = [(p, p.grad) for p in model.parameters()]
     converted = [(layer, layer.state) for m in model.modules() if (layer := layer_of(m)) is not None]
     for layer, state in converted:
