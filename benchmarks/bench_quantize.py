@@ -1,7 +1,8 @@
 """Casts to 8-bit floats beside torch eager and torch.compile, at the activations and gradients of Llama models.
 
     quantize_fp8          rows, a given tensor scale, blocks ("forward", and named so)
-    cast_transpose_dbias  bytes, transposed bytes and column sums of a gradient, by a given scale
+    cast_transpose_dbias  bytes, transposed bytes and column sums of a gradient, by a given scale: a power of two, as
+                          recipes have it, and any other
     dequantize_fp8        back to the dtype
 
 The yardstick is a copy of the floor's bytes: x read once, each kind of bytes written once.
@@ -18,6 +19,7 @@ GPU_SHAPES = ((16384, 4096), (8192, 2048), (8192, 14336), (65536, 768))
 CPU_SHAPES = ((1024, 4096),)
 TINY = (16, 256)
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
+POWER_OF_TWO, ANY_SCALE = 2.0**-6, 0.01
 
 
 def cell(op, x, direction):
@@ -56,7 +58,7 @@ def timed_call(op, direction, x, ours, plain, arguments, floor, device, options)
 
 
 def quantize(device, options):
-    rows, given = [], torch.tensor(0.01, device=device)
+    rows, given = [], torch.tensor(POWER_OF_TWO, device=device)
     for x in inputs(device, options):
         floor = x.nbytes + x.numel()
         for direction, ours, plain, arguments in (
@@ -69,17 +71,18 @@ def quantize(device, options):
 
 
 def cast_transpose_dbias(device, options):
-    rows, given = [], torch.tensor(0.01, device=device)
-    raw = torch.ops.warpsmith.quantize_fp8.default
+    rows, raw = [], torch.ops.warpsmith.quantize_fp8.default
 
     def ours(x, scale):
         return raw(x, scale, 1, 1, E4M3, True, True)
 
     for x in inputs(device, options):
-        floor, arguments = x.nbytes + 2 * x.numel(), (x, given)
-        rows += timed_call(
-            "cast_transpose_dbias", "forward", x, ours, plain_cast_transpose_dbias, arguments, floor, device, options
-        )
+        floor = x.nbytes + 2 * x.numel()
+        for direction, scale in (("forward", POWER_OF_TWO), ("forward, any scale", ANY_SCALE)):
+            rows += timed_call(
+                "cast_transpose_dbias", direction, x, ours, plain_cast_transpose_dbias,
+                (x, torch.tensor(scale, device=device)), floor, device, options
+            )  # fmt: skip
     return rows
 
 

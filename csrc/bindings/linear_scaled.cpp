@@ -199,6 +199,14 @@ bool multiply_by_own([[maybe_unused]] const char* op, [[maybe_unused]] const Ope
 #endif
 }
 
+// As cuBLASLt reads scales and the bias: from 16 bytes on.
+Tensor aligned(const char* op, const Tensor& t) {
+  if (on_16_bytes(t.const_data_ptr())) return t;
+  const Tensor copy = allocate_like(op, "an aligned copy", t);
+  torch::stable::copy_(const_cast<Tensor&>(copy), t);
+  return copy;
+}
+
 #ifdef WARPSMITH_CUDA
 Tensor view_of(const Tensor& t, int64_t offset, const std::array<int64_t, 3>& sizes,
                const std::array<int64_t, 3>& strides) {
@@ -228,14 +236,6 @@ Tensor block_scales(const char* op, const Operand& a) {
     fill(whole * kFp8Block, 1, rows % kFp8Block, whole);
   }
   return matrix_view(turned, 0, rows, blocks, 1, rows);
-}
-
-// As cuBLASLt reads scales: from 16 bytes on.
-Tensor aligned(const char* op, const Tensor& scale) {
-  if (on_16_bytes(scale.const_data_ptr())) return scale;
-  const Tensor copy = allocate_like(op, "an aligned scale", scale);
-  torch::stable::copy_(const_cast<Tensor&>(copy), scale);
-  return copy;
 }
 
 // out = a @ b^T + bias by a kept plan of cuBLASLt. False, and nothing is written, where it has none.
@@ -295,7 +295,7 @@ void multiply_scaled(const char* op, const Operand& a, const Operand& b, const O
 #endif
   if (!emulated && a.data.size(1) > 0) {
     OptionalTensor added;
-    if (bias) added = as_contiguous(in_dtype(op, "bias", *bias, dtype_code(out)), op);
+    if (bias) added = aligned(op, as_contiguous(in_dtype(op, "bias", *bias, dtype_code(out)), op));
     if (multiply_by_own(op, a, b, added, out, options)) return;
 #ifdef WARPSMITH_CUDA
     if (out.is_cuda()) return multiply_on_card(op, a, b, added, out, options);

@@ -126,6 +126,7 @@ SPEC = OpSpec(
     float64_devices=("cpu", "cuda"),
     gradcheck_cases=[Case((1, 2, 3, 4), FP64, options={"filters": 2, **o}) for o in BEHIND],
     thread_counts=(),
+    of_torch=True,
     redraw=geometry,
     random_cases=1000,
     autocast=lambda inputs, dtype: (dtype,),

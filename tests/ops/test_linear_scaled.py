@@ -129,7 +129,8 @@ OWN_CASES = [
       for dtype in (BF16, FP16) for s in ("row", "tensor")),
     Case((2, 3, 64), BF16, dtypes={"bias": FP32}),
     Case((5, 16400), BF16, options={"out": 16}),  # too many terms for fast sums
-    Case((5, 32), FP32),  # the library's
+    # The library's, whose sums are not in float32 on a card: of the sim alone.
+    *([Case((5, 32), FP32)] if is_loaded() else []),
 ]  # fmt: skip
 
 

@@ -32,26 +32,43 @@ __device__ __forceinline__ void load_gradient(float (&g)[N], const GradientsPara
   }
 }
 
-// The same turns for both passes: U rows of dy, x and the mask.
-template <class T, int N, int U> struct RowsOfGradients {
+// Rows of dy, x and the mask: the same for both passes.
+template <class T, int N> struct RowsOfGradients {
+  static constexpr int U = kRowsAStage;
+  Ring<T, N, 2> ring;
   Packed<T, N> dy[U], x[U] = {};
-  unsigned kept[U];
-  template <device::Cache cache>
-  __device__ __forceinline__ void load(const GradientsParams& p, const Place<N>& at, int64_t first, bool with_x) {
-    load_rows<T, N, cache>(dy, p.dy, p.dy_stride, at.vector, first, at.rows_together, p.turns.rows);
-    if (with_x) load_rows<T, N, cache>(x, p.x, p.x_stride, at.vector, first, at.rows_together, p.turns.rows);
+
+  __device__ __forceinline__ explicit RowsOfGradients(unsigned char* memory) : ring(memory) {}
+  // Begins to copy those of a turn, if there is one, to the ring.
+  __device__ __forceinline__ void copy(const GradientsParams& p, const Place<N>& at, int64_t turn, bool with_x) {
+    if (turn >= 0 && turn < p.turns.turns) {
+      const int64_t first = turn * p.turns.rows_a_turn + at.row;
+      ring.copy(0, p.dy, p.dy_stride, at.vector, first, at.rows_together, p.turns.rows);
+      if (with_x) ring.copy(1, p.x, p.x_stride, at.vector, first, at.rows_together, p.turns.rows);
+    }
+    ring.copied();
+  }
+  // The mask of a turn, which no copy of 4 bytes fits.
+  __device__ __forceinline__ unsigned mask_of(const GradientsParams& p, const Place<N>& at, int64_t turn) const {
+    unsigned bytes = 0;
+    if (!p.mask || turn < 0) return 0;
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const int64_t row = first + u * at.rows_together;
-      kept[u] = 0;
-      if (p.mask && row < p.turns.rows) kept[u] = device::load(p.mask + row * p.turns.vectors + at.vector);
+      const int64_t row = turn * p.turns.rows_a_turn + at.row + u * at.rows_together;
+      if (row < p.turns.rows) bytes |= unsigned{device::load(p.mask + row * p.turns.vectors + at.vector)} << (8 * u);
     }
+    return bytes;
+  }
+  // Waits for those of the oldest turn in the ring.
+  __device__ __forceinline__ void take(bool with_x) {
+    ring.wait();
+    ring.take(dy, 0);
+    if (with_x) ring.take(x, 1);
   }
 };
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNormResident) sums(GradientsParams p) {
-  constexpr int U = BatchNormTogether::sums;
-  static_assert(U == 4);
+  WARPSMITH_DYNAMIC_SHARED(memory);
   WARPSMITH_SHARED(float, sums, kThreads* N);
   WARPSMITH_SHARED(float, products, kThreads* N);
   WARPSMITH_SHARED(double, scratch, 2 * kThreads);
@@ -60,14 +77,18 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
   const Place<N> at(t);
   float sum[N] = {}, product[N] = {};
   if (at.here) {
+    RowsOfGradients<T, N> rows(memory);
+    constexpr int U = rows.U, kStages = rows.ring.kStages;
+    static_assert(U == 4);
+    for (int stage = 0; stage < kStages; ++stage) rows.copy(p, at, at.slice + stage * t.slices, true);
     const Channels<N> channels(p.affine, at.column, p.relu && !p.mask);
+    unsigned kept = rows.mask_of(p, at, at.slice);
     for (int64_t turn = at.slice; turn < t.turns; turn += t.slices) {
-      const int64_t first = turn * t.rows_a_turn + at.row;
-      RowsOfGradients<T, N, U> rows;
-      rows.template load<device::Cache::keep>(p, at, first, true);
+      rows.take(true);
+      const unsigned next = rows.mask_of(p, at, turn + t.slices);
       float g[U][N];
 #pragma unroll
-      for (int u = 0; u < U; ++u) load_gradient<T, N>(g[u], p, channels, rows.dy[u], rows.x[u], rows.kept[u]);
+      for (int u = 0; u < U; ++u) load_gradient<T, N>(g[u], p, channels, rows.dy[u], rows.x[u], kept >> (8 * u));
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         float d[U];
@@ -77,6 +98,8 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
         sum[k] += (g[0][k] + g[1][k]) + (g[2][k] + g[3][k]);
         product[k] += fmaf(g[0][k], d[0], g[1][k] * d[1]) + fmaf(g[2][k], d[2], g[3][k] * d[3]);
       }
+      rows.copy(p, at, turn + kStages * t.slices, true);
+      kept = next;
     }
   }
 #pragma unroll
@@ -132,15 +155,16 @@ __global__ void __launch_bounds__(kThreads) finish_sums(FinishSumsParams p) {
 }
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNormResident) gradients(GradientsParams p) {
-  constexpr int U = BatchNormTogether::gradients;
-  constexpr auto once = device::Cache::streaming;
+  WARPSMITH_DYNAMIC_SHARED(memory);
   const Turns& t = p.turns;
   const Place<N> at(t);
   if (!at.here) return device::wait_for_previous_kernel();
   const bool again = p.relu && !p.mask, with_x = again || (p.dx && p.means);
-  int64_t turn = t.turns - 1 - at.slice, first = turn * t.rows_a_turn + at.row;
-  RowsOfGradients<T, N, U> rows;
-  rows.template load<once>(p, at, first, with_x);  // of no kernel that still runs
+  RowsOfGradients<T, N> rows(memory);
+  constexpr int U = rows.U, kStages = rows.ring.kStages;
+  int64_t turn = t.turns - 1 - at.slice;
+  for (int stage = 0; stage < kStages; ++stage)  // of no kernel that still runs
+    rows.copy(p, at, turn - stage * t.slices, with_x);
   device::wait_for_previous_kernel();
   const Channels<N> channels(p.affine, at.column, again);
   float mean_sum[N] = {}, mean_product[N] = {};
@@ -152,15 +176,17 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
                         device::load(p.means + t.columns + at.column + k);
     }
   }
-  for (;;) {
+  unsigned kept = rows.mask_of(p, at, turn);
+  for (; turn >= 0; turn -= t.slices) {
+    rows.take(with_x);
+    const unsigned next = rows.mask_of(p, at, turn - t.slices);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const int64_t row = first + u * at.rows_together;
+      const int64_t row = turn * t.rows_a_turn + at.row + u * at.rows_together;
       if (row >= t.rows) break;
       float g[N], dx[N];
-      load_gradient<T, N>(g, p, channels, rows.dy[u], rows.x[u], rows.kept[u]);
-      if (p.dresidual)
-        device::store<once>(vector_at<T, N>(p.dresidual, row * t.vectors + at.vector), device::rounded<T>(g));
+      load_gradient<T, N>(g, p, channels, rows.dy[u], rows.x[u], kept >> (8 * u));
+      if (p.dresidual) device::store(vector_at<T, N>(p.dresidual, row * t.vectors + at.vector), device::rounded<T>(g));
       if (!p.dx) continue;
 #pragma unroll
       for (int k = 0; k < N; ++k) {
@@ -168,12 +194,10 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
         // The means first: of their sum, less than g as a rule, a rounding costs less.
         dx[k] = (g[k] - fmaf(d, mean_product[k], mean_sum[k])) * channels.unit[k] * channels.scale[k];
       }
-      device::store<once>(vector_at<T, N>(p.dx, row * t.vectors + at.vector), device::rounded<T>(dx));
+      device::store(vector_at<T, N>(p.dx, row * t.vectors + at.vector), device::rounded<T>(dx));
     }
-    turn -= t.slices;
-    if (turn < 0) return;
-    first = turn * t.rows_a_turn + at.row;
-    rows.template load<once>(p, at, first, with_x);
+    rows.copy(p, at, turn - kStages * t.slices, with_x);
+    kept = next;
   }
 }
 

@@ -27,9 +27,10 @@ Turns turns_of(const BatchNormProblem& p, const BatchNormConfig& c) {
 }
 
 // after: the kernel waits for the one before it by itself.
-template <class Params>
-Status launch_pass(void (*kernel)(Params), int64_t blocks, bool after, const Params& p, void* stream) {
+template <class Params> Status launch_pass(void (*kernel)(Params), int64_t blocks, bool after, const Params& p,
+                                           void* stream, size_t ring_bytes = 0) {
   LaunchConfig config;
+  config.dynamic_shared_bytes = ring_bytes;
   config.grid.x = static_cast<unsigned>(blocks);
   config.block.x = kThreads;
   if (after) WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
@@ -103,8 +104,10 @@ Status batch_norm_forward_cuda(const BatchNormForwardParams& p, void* stream) {
   const int64_t x_stride = p.x_stride / last.vector_elems, residual_stride = p.residual_stride / last.vector_elems;
   const NormalizeParams n{
       p.x, p.residual, p.y, p.mask, affine_of(p), x_stride, residual_stride, turns_of(problem, last), p.relu};
-  return visit_vectors(p.dtype, last.vector_elems,
-                       [&]<class T, int N>() { return launch_pass(normalize<T, N>, last.blocks(), true, n, stream); });
+  return visit_vectors(p.dtype, last.vector_elems, [&]<class T, int N>() {
+    const auto kernel = p.residual ? &normalize<T, N, true> : &normalize<T, N, false>;
+    return launch_pass(kernel, last.blocks(), true, n, stream, kRingBytes<T, N>);
+  });
 }
 
 Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) {
@@ -130,7 +133,7 @@ Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) 
     g.sums = static_cast<float*>(p.partials);
     g.products = g.sums + length;
     WARPSMITH_RETURN_IF_FAILED(visit_vectors(p.dtype, c.vector_elems, [&]<class T, int N>() {
-      return launch_pass(sums<T, N>, c.blocks(), false, g, stream);
+      return launch_pass(sums<T, N>, c.blocks(), false, g, stream, kRingBytes<T, N>);
     }));
     float* const means = g.products + length;
     const FinishSumsParams finish{.sums = g.sums,
@@ -153,7 +156,7 @@ Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) 
   const BatchNormConfig last = choose_batch_norm(problem, BatchNormTogether::gradients);
   g.turns = turns_of(problem, last);
   return visit_vectors(p.dtype, last.vector_elems, [&]<class T, int N>() {
-    return launch_pass(gradients<T, N>, last.blocks(), needs_sums, g, stream);
+    return launch_pass(gradients<T, N>, last.blocks(), needs_sums, g, stream, kRingBytes<T, N>);
   });
 }
 

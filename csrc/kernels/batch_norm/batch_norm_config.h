@@ -33,9 +33,9 @@ constexpr int batch_norm_vector(int64_t columns, int element_bytes) {
   return columns % whole == 0 ? whole : 1;
 }
 
-// Rows whose loads a thread has in flight, of each pass.
+// Rows of a thread in a turn, of each pass.
 struct BatchNormTogether {
-  static constexpr int statistics = 8, normalize = 8, sums = 4, gradients = 4;
+  static constexpr int statistics = 8, normalize = 4, sums = 4, gradients = 4;
 };
 constexpr int kBatchNormResident = 2;  // blocks that a multiprocessor holds at once, by their registers
 

@@ -60,7 +60,8 @@ struct QuantizeConfig {
 constexpr QuantizeConfig choose_quantize(const QuantizeProblem& p) {
   QuantizeConfig c;
   const int64_t down = ceil_div(p.rows, kFp8Block), across = ceil_div(p.columns, kFp8Block);
-  c.tiles = p.transposed || p.column_sums || p.factors || p.scaling == Fp8Scaling::block2d;
+  c.tiles = p.transposed || p.column_sums || p.factors || p.scaling == Fp8Scaling::block2d ||
+            (p.scaling == Fp8Scaling::block && !p.given && p.rows >= kFp8Block);  // else a team has one vector a thread
   c.amax_pass = !p.given && (p.scaling == Fp8Scaling::tensor || (p.scaling == Fp8Scaling::row && c.tiles));
   if (c.amax_pass)
     c.maxima = p.scaling == Fp8Scaling::tensor ? 1 : (p.data ? p.rows : 0) + (p.transposed ? p.columns : 0);

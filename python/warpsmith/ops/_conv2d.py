@@ -18,6 +18,7 @@ NAME = "conv2d"
 ACTIVATIONS = (None, "relu", "silu")
 # Where torch adds the bias in a pass of its own. On the CPU its convolution adds it to sums that are not rounded yet.
 OWN_PASS_ON = ("cuda",)
+HAS_CUDNN = torch.backends.cudnn.is_available()  # Dynamo of torch 2.11 cannot trace the call
 ALONE, CUDNN = "torch.conv2d", "torch.cudnn_convolution_relu"
 PASS, COMPOSED = (
     "torch.conv2d, then warpsmith's bias and activation in one pass",
@@ -138,7 +139,7 @@ def convolved(
     pixels = x.dim() == 4 and x.stride(1) == 1 and x.shape[1] > 1 and not is_dtensor(x)
     added = same_padding(weight, dilation) if padding == "same" else (0, 0)
     cudnn = torch.backends.cudnn
-    usable = x.is_cuda and x.dim() == 4 and cudnn.is_available() and cudnn.enabled and not any(a % 2 for a in added)
+    usable = x.is_cuda and x.dim() == 4 and HAS_CUDNN and cudnn.enabled and not any(a % 2 for a in added)
     calls, _ = way(
         x.dtype,
         x.device.type,
