@@ -203,6 +203,9 @@ BulkOperation tensor_operation(const void* map, const int* coordinates, int rank
   int64_t inside = 0;
   for_each_piece(op, [&](uint32_t, unsigned char* p, int bytes) { inside += p ? bytes : 0; });
   machine.tensor_bytes = inside;
+  // An H200 reads the map's base for a box that lies outside altogether, and ends the kernel with "illegal address"
+  // where nothing is mapped there (2026-11-29). The address sanitizer sees this read.
+  if (inside == 0) (void)*static_cast<const volatile unsigned char*>(m.base);
   return op;
 }
 

@@ -42,12 +42,13 @@ template <class F> void for_each_piece(const BulkOperation& op, F&& f) {
   uint32_t offset = 0;
   for (bool more = true; more;) {
     bool row_inside = true;
-    unsigned char* row = m.base;
+    auto address = reinterpret_cast<uintptr_t>(m.base);  // may wrap around, as the hardware's does
     for (int d = 1; d < m.rank; ++d) {
       const int64_t at = op.coordinates[d] + index[d];
       row_inside = row_inside && at >= 0 && at < m.sizes[d];
-      row += at * m.strides_bytes[d - 1];
+      address += static_cast<uint64_t>(at) * static_cast<uint64_t>(m.strides_bytes[d - 1]);
     }
+    auto* const row = reinterpret_cast<unsigned char*>(address);
     for (int i = 0; i <= m.box_minus_one[0]; i += per_piece, offset += 16) {
       const int64_t first = int64_t{op.coordinates[0]} + i;
       if (row_inside && first >= 0 && first + per_piece <= m.sizes[0])

@@ -81,7 +81,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def may_pay(x: Tensor, weight: Tensor) -> bool:
     """Whether our own product of a layer may be faster than torch's."""
-    if not x.is_cuda or x.dtype.itemsize != 2 or x.numel() * weight.numel() < _OWN_PAYS * x.size(-1):
+    products = x.numel() * weight.numel()  # times the width; of small layers nothing else is asked
+    if products < _OWN_PAYS or not x.is_cuda or x.dtype.itemsize != 2 or products < _OWN_PAYS * x.size(-1):
         return False
     return capability(x.device) == (9, 0)
 

@@ -141,8 +141,8 @@ class OpSpec:
         sim_float32_steps: rounding steps that the law allows beside PyTorch's error in float32 on the simulated
             kernels, where PyTorch's side is its CPU kernel.
         backward_kernels: whether the backward launches any on the sim.
-        of_torch: on a GPU its kernels are torch's, which take others in deterministic mode, and whose meta gradients
-            may have other strides.
+        of_torch: on a GPU its kernels are torch's: others in deterministic mode and behind torch.compile, and meta
+            gradients may have other strides.
         sim_far: whether the last rows of ``batched`` inputs belong to the last blocks of a grid, so that those beyond
             2^31 elements run there.
         far_cases: of which rows run there beside those of the table's cases without options.

@@ -99,9 +99,10 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
             add("gradcheck", numerics.check_gradcheck, spec)
     if spec.func_transforms:
         add("func_transforms", integration.check_func_transforms, spec, device)
-    add("compiled[aot_eager]", integration.check_compiled, spec, device, "aot_eager")
-    add("compiled[aot_eager-dynamic]", integration.check_compiled, spec, device, "aot_eager", True)
-    add("compiled[inductor]", integration.check_compiled, spec, device, "inductor")
+    if not of_torch:
+        add("compiled[aot_eager]", integration.check_compiled, spec, device, "aot_eager")
+        add("compiled[aot_eager-dynamic]", integration.check_compiled, spec, device, "aot_eager", True)
+        add("compiled[inductor]", integration.check_compiled, spec, device, "inductor")
     if device == "cuda":
         add("no_sync", cuda.check_no_sync, spec)
         add("graph_capture", cuda.check_graph_capture, spec)

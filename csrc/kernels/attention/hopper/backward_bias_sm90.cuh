@@ -124,10 +124,11 @@ template <int kDim, int kBoxRows>
 __device__ __forceinline__ void load_bias_gradient(const BiasGradientParams& p, const BackwardMaps& maps,
                                                    const BiasGradientShared<kDim>& shared) {
   using Shared = BiasGradientShared<kDim>;
+  const bool packed = p.cu_seqlens_q != nullptr;
   unsigned n = 0;
   const auto load = [&](const BiasGradientTile& tile, const BiasGradientStep& step) {
     MapPlace q{0, step.sequence}, k{0, step.sequence};
-    if (p.cu_seqlens_q != nullptr) q = map_place(step.q, p.total_q), k = map_place(step.k, p.total_k);
+    if (packed) q = map_place(step.q), k = map_place(step.k);
     const int row = q.row + tile.query_tile * kBiasTile, key = k.row + tile.key_tile * kBiasTile;
 #pragma unroll 1
     for (int gradient = 0; gradient < 2; ++gradient, ++n) {
@@ -140,10 +141,10 @@ __device__ __forceinline__ void load_bias_gradient(const BiasGradientParams& p, 
         const int at = panel * kBiasTile * kRowBytes;
 #pragma unroll
         for (int box = 0; box < kBiasTile; box += kBoxRows)
-          device::tensor_load(shared.rows(stage) + at + box * kRowBytes, gradient == 0 ? &maps.q : &maps.dout, full,
-                              {panel * 64, row + box, step.head, q.batch});
-        device::tensor_load(shared.keys(stage) + at, gradient == 0 ? &maps.k : &maps.v, full,
-                            {panel * 64, key, step.head / p.heads_per_key_head, k.batch});
+          load_box(shared.rows(stage) + at + box * kRowBytes, gradient == 0 ? &maps.q : &maps.dout, full, packed,
+                   panel * 64, row + box, step.head, q.batch);
+        load_box(shared.keys(stage) + at, gradient == 0 ? &maps.k : &maps.v, full, packed, panel * 64, key,
+                 step.head / p.heads_per_key_head, k.batch);
       }
     }
   };

@@ -184,11 +184,11 @@ __device__ __forceinline__ void describe_key_tile(const BackwardParams& p, const
     device::store(&t->first_tile, static_cast<int>(first_tile(nullptr, at.batch, 0, keys)));
   } else {
     const Sequence k = sequence_at(p.cu_seqlens_k, at.batch, p.batch, p.total_k, p.keys);
-    device::store(&t->k, map_place(k, p.total_k));
+    device::store(&t->k, map_place(k));
     device::store(&t->first_tile, static_cast<int>(first_tile(p.cu_seqlens_k, at.batch, k.start, 0)));
     keys = k.length;
     const Sequence q = sequence_at(p.cu_seqlens_q, at.batch, p.batch, p.total_q, p.queries);
-    device::store(&t->q, map_place(q, p.total_q));
+    device::store(&t->q, map_place(q));
     device::store(&t->first_block, static_cast<int>(first_block(p.cu_seqlens_q, at.batch, q.start, 0, kBlock)));
     queries = at.batch < p.batch ? q.length : 0;
   }
@@ -205,11 +205,11 @@ struct BackwardMaps {
 };
 
 template <int kPanels> __device__ __forceinline__ void load_panels(unsigned char* to, const TensorMap* map,
-                                                                   Mbarrier* full, int rows, int row, int head,
-                                                                   int batch) {
+                                                                   Mbarrier* full, bool packed, int rows, int row,
+                                                                   int head, int batch) {
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel)
-    device::tensor_load(to + panel * rows * kRowBytes, map, full, {panel * 64, row, head, batch});
+    load_box(to + panel * rows * kRowBytes, map, full, packed, panel * 64, row, head, batch);
 }
 
 // Stage and parity in a ring (by default that of dS). `it`: the number of steps or tiles so far.
@@ -226,6 +226,7 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
   device::prefetch_tensor_map(&maps.k);
   device::prefetch_tensor_map(&maps.v);
   device::prefetch_tensor_map(&maps.dout);
+  const bool packed = p.cu_seqlens_q != nullptr;
   // The loader has few registers, so rarely used values stay in the tile's slot in shared memory.
   for (unsigned tiles = 0;; ++tiles) {
     KeyTile* t = shared.slot(tiles);
@@ -246,7 +247,7 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
     if (t->blocks < 0) break;
     const auto load_keys = [&](const TensorMap& map, unsigned char* to, Mbarrier* full) {
       device::mbarrier_arrive_expect(full, Shared::kKeyBytes);
-      load_panels<kPanels>(to, &map, full, kTileKeys, t->k.row + t->first_key, t->part / p.parts, t->k.batch);
+      load_panels<kPanels>(to, &map, full, packed, kTileKeys, t->k.row + t->first_key, t->part / p.parts, t->k.batch);
     };
     const unsigned k_stage = stage_of<tile.key_stages>(tiles);
     device::mbarrier_wait(shared.k_empty(k_stage), parity_of<tile.key_stages>(tiles) ^ 1);
@@ -261,12 +262,12 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
       Mbarrier* full = shared.full(stage);
       device::mbarrier_wait(shared.empty(stage), parity_of<tile.query_stages>(it) ^ 1);
       device::mbarrier_arrive_expect(full, 2 * Shared::kQueryBytes + tile.statistics_bytes());
-      load_panels<kPanels>(shared.q(stage), &maps.q, full, Shared::kBlock, row, head, t->q.batch);
+      load_panels<kPanels>(shared.q(stage), &maps.q, full, packed, Shared::kBlock, row, head, t->q.batch);
       device::bulk_load(shared.statistics(stage),
                         p.statistics + block_of_head(p, t->first_block + block, head) *
                                            statistics_stride(Shared::kBlock, tile.dropout),
                         tile.statistics_bytes(), full);
-      load_panels<kPanels>(shared.dout(stage), &maps.dout, full, Shared::kBlock, row, head, t->q.batch);
+      load_panels<kPanels>(shared.dout(stage), &maps.dout, full, packed, Shared::kBlock, row, head, t->q.batch);
       if (i == 0) {
         const unsigned v_stage = stage_of<tile.value_stages>(tiles);
         device::mbarrier_wait(shared.v_empty(v_stage), parity_of<tile.value_stages>(tiles) ^ 1);

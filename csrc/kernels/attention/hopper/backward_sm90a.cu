@@ -36,7 +36,7 @@ Workspace workspace_of(const AttentionProblem& p, const BackwardTile& tile) {
 std::pair<void*, AttentionStrides> by_map_place(void* to, AttentionStrides strides, const AttentionProblem& p) {
   if (p.cu_seqlens_k == nullptr) return {to, strides};
   strides.batch = strides.seq;
-  const auto before = static_cast<uintptr_t>(2 * p.total_k * strides.seq);
+  const auto before = 2 * static_cast<uintptr_t>(kMapRows) * static_cast<uintptr_t>(strides.seq);
   return {reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(to) - before), strides};
 }
 

@@ -78,12 +78,13 @@ __device__ __forceinline__ void load_wide_keys(const WideParams& p, const WideMa
                                                const WideKeysShared& shared) {
   const WideTile* t = shared.tile();
   const int begin = t->begin, blocks = t->end - begin;
+  const bool packed = p.cu_seqlens_q != nullptr;
   if (blocks <= 0) return;
   device::prefetch_tensor_map(&maps.q);
   device::prefetch_tensor_map(&maps.dout);
   const auto load_keys = [&](const TensorMap& map, unsigned char* to, Mbarrier* full) {
     device::mbarrier_arrive_expect(full, kWideBytes);
-    load_wide_rows(to, &map, full, t->k.row + t->first, t->head, t->k.batch);
+    load_wide_rows(to, &map, full, packed, t->k.row + t->first, t->head, t->k.batch);
   };
   load_keys(maps.k, shared.k(), shared.k_full());
   unsigned i = 0;
@@ -95,14 +96,14 @@ __device__ __forceinline__ void load_wide_keys(const WideParams& p, const WideMa
       const int row = t->q.row + block * kWideStep;
       device::mbarrier_wait(shared.q_empty(stage), parity ^ 1);
       device::mbarrier_arrive_expect(shared.q_full(stage), kWideBytes + WideKeysShared::kStatisticsBytes);
-      load_wide_rows(shared.q(stage), &maps.q, shared.q_full(stage), row, head, t->q.batch);
+      load_wide_rows(shared.q(stage), &maps.q, shared.q_full(stage), packed, row, head, t->q.batch);
       const int64_t number = static_cast<int64_t>(t->first_block + block) * p.heads + head;
       device::bulk_load(shared.statistics(stage), p.statistics + number * kWideStride, WideKeysShared::kStatisticsBytes,
                         shared.q_full(stage));
       if (i == 0) load_keys(maps.v, shared.v(), shared.v_full());
       device::mbarrier_wait(shared.dout_empty(stage), parity ^ 1);
       device::mbarrier_arrive_expect(shared.dout_full(stage), kWideBytes);
-      load_wide_rows(shared.dout(stage), &maps.dout, shared.dout_full(stage), row, head, t->q.batch);
+      load_wide_rows(shared.dout(stage), &maps.dout, shared.dout_full(stage), packed, row, head, t->q.batch);
     }
   }
 }

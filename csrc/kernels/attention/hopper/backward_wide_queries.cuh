@@ -63,14 +63,15 @@ __device__ __forceinline__ void load_wide_queries(const WideParams& p, const Wid
                                                   const WideQueriesShared& shared) {
   const WideTile* t = shared.tile();
   const int begin = t->begin, blocks = t->end - begin, key_head = t->head / p.heads_per_key_head;
+  const bool packed = p.cu_seqlens_q != nullptr;
   if (blocks <= 0) return;
   device::prefetch_tensor_map(&maps.k);
   device::prefetch_tensor_map(&maps.v);
   for (unsigned group = 0; group < 2; ++group) {
     const int row = t->q.row + t->first + static_cast<int>(group) * 64;
     device::mbarrier_arrive_expect(shared.rows_full(group), 2 * kWideBytes);
-    load_wide_rows(shared.q(group), &maps.q, shared.rows_full(group), row, t->head, t->q.batch);
-    load_wide_rows(shared.dout(group), &maps.dout, shared.rows_full(group), row, t->head, t->q.batch);
+    load_wide_rows(shared.q(group), &maps.q, shared.rows_full(group), packed, row, t->head, t->q.batch);
+    load_wide_rows(shared.dout(group), &maps.dout, shared.rows_full(group), packed, row, t->head, t->q.batch);
   }
 #pragma unroll 1
   for (int i = 0; i < blocks; ++i) {
@@ -78,10 +79,10 @@ __device__ __forceinline__ void load_wide_queries(const WideParams& p, const Wid
     const int row = t->k.row + (begin + i) * kWideKeys;
     device::mbarrier_wait(shared.k_empty(stage), (step / WideQueriesShared::kKeyStages & 1) ^ 1);
     device::mbarrier_arrive_expect(shared.k_full(stage), kWideBytes);
-    load_wide_rows(shared.k(stage), &maps.k, shared.k_full(stage), row, key_head, t->k.batch);
+    load_wide_rows(shared.k(stage), &maps.k, shared.k_full(stage), packed, row, key_head, t->k.batch);
     device::mbarrier_wait(shared.v_empty(), (step & 1) ^ 1);
     device::mbarrier_arrive_expect(shared.v_full(), kWideBytes);
-    load_wide_rows(shared.v(), &maps.v, shared.v_full(), row, key_head, t->k.batch);
+    load_wide_rows(shared.v(), &maps.v, shared.v_full(), packed, row, key_head, t->k.batch);
   }
 }
 

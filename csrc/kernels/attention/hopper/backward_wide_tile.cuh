@@ -76,8 +76,8 @@ __device__ __forceinline__ TileIndex describe_wide_tile(const WideParams& p, int
   if (packed) {
     q = sequence_at(p.cu_seqlens_q, at.batch, p.batch, p.total_q, p.queries);
     k = sequence_at(p.cu_seqlens_k, at.batch, p.batch, p.total_k, p.keys);
-    q_place = map_place(q, p.total_q);
-    k_place = map_place(k, p.total_k);
+    q_place = map_place(q);
+    k_place = map_place(k);
   }
   device::store(&t->q, q_place);
   device::store(&t->k, k_place);
@@ -94,11 +94,11 @@ __device__ __forceinline__ TileIndex describe_wide_tile(const WideParams& p, int
 }
 
 // Loads 64 rows of a head as panels of 64 columns. Rows and columns beyond the tensor arrive as zero.
-__device__ __forceinline__ void load_wide_rows(unsigned char* to, const TensorMap* map, Mbarrier* full, int row,
-                                               int head, int batch) {
+__device__ __forceinline__ void load_wide_rows(unsigned char* to, const TensorMap* map, Mbarrier* full, bool packed,
+                                               int row, int head, int batch) {
 #pragma unroll
   for (int panel = 0; panel < kWidePanels; ++panel)
-    device::tensor_load(to + panel * 64 * kWideRowBytes, map, full, {panel * 64, row, head, batch});
+    load_box(to + panel * 64 * kWideRowBytes, map, full, packed, panel * 64, row, head, batch);
 }
 
 // Starts out = a b^T for 64 rows of each, over all columns. Asynchronous.

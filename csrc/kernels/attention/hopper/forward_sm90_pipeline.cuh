@@ -116,11 +116,11 @@ __device__ __forceinline__ void describe_tile(const ForwardParams& p, const Tile
   if (p.cu_seqlens_q != nullptr) {
     const Sequence q = sequence_at(p.cu_seqlens_q, at.batch, p.batch, p.total_q, p.queries);
     queries = q.length;
-    q_place = map_place(q, p.total_q);
+    q_place = map_place(q);
     Sequence k{0, 0};
     if (at.batch < p.batch) k = sequence_at(p.cu_seqlens_k, at.batch, p.batch, p.total_k, p.keys);
     keys = k.length;
-    k_place = map_place(k, p.total_k);
+    k_place = map_place(k);
     lse = static_cast<int64_t>(at.head) * p.total_q + q.start;
   }
   const int first_query = at.row_tile * tile.tile_rows();
@@ -154,11 +154,11 @@ __device__ __forceinline__ void describe_tile(const ForwardParams& p, const Tile
 
 // Loads `rows` rows of a head as panels of 64 columns. Columns beyond the head dimension arrive as zeros.
 template <int kPanels> __device__ __forceinline__ void load_rows(unsigned char* to, const TensorMap* map,
-                                                                 Mbarrier* full, int rows, int row, int head,
-                                                                 int batch) {
+                                                                 Mbarrier* full, bool packed, int rows, int row,
+                                                                 int head, int batch) {
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel)
-    device::tensor_load(to + panel * rows * kPanelRowBytes, map, full, {panel * kPanelColumns, row, head, batch});
+    load_box(to + panel * rows * kPanelRowBytes, map, full, packed, panel * kPanelColumns, row, head, batch);
 }
 
 // The loader, one thread.
@@ -169,6 +169,7 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
   device::prefetch_tensor_map(q);
   device::prefetch_tensor_map(k);
   device::prefetch_tensor_map(v);
+  const bool packed = p.cu_seqlens_q != nullptr;
   unsigned tiles = 0, blocks = 0;  // counts so far: the positions in the rings, in fewer registers than Ring takes
   const auto load_block = [&](const TensorMap* map, const Tile* t, int visit) {
     const unsigned stage = blocks % tile.block_stages, parity = blocks / tile.block_stages & 1;
@@ -176,8 +177,8 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
     Mbarrier* full = shared.block_full + stage;
     device::mbarrier_wait(shared.block_empty + stage, parity ^ 1);
     device::mbarrier_arrive_expect(full, tile.block_bytes());
-    load_rows<kPanels>(shared.block(stage), map, full, tile.block_keys, t->k.row + t->block(visit) * tile.block_keys,
-                       t->key_head, t->k.batch);
+    load_rows<kPanels>(shared.block(stage), map, full, packed, tile.block_keys,
+                       t->k.row + t->block(visit) * tile.block_keys, t->key_head, t->k.batch);
   };
   // Loads the last block of values of the previous tile. Values are loaded one step after keys, also across tiles
   // (unless tiles are serial). Until then nobody releases the tile's slot.
@@ -203,7 +204,7 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
       const int stage = tiles % tile.query_stages, i = stage * tile.groups + group;
       device::mbarrier_wait(shared.query_empty + i, (tiles / tile.query_stages & 1) ^ 1);
       device::mbarrier_arrive_expect(shared.query_full + i, tile.query_bytes());
-      load_rows<kPanels>(shared.query(stage, group), q, shared.query_full + i, kGroupRows,
+      load_rows<kPanels>(shared.query(stage, group), q, shared.query_full + i, packed, kGroupRows,
                          t->q.row + t->first_query + group * kGroupRows, t->head, t->q.batch);
       if (group == 0 && !tile.serial()) load_block(k, t, 0);
     }
@@ -234,10 +235,15 @@ template <ForwardTile tile> __device__ __forceinline__ void store_tiles(const Fo
     const unsigned char* from = shared.query(queries.stage, group);
     if (leader) {
 #pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel)
-        if (panel * kPanelColumns < p.head_dim_v)
-          device::tensor_store(out, from + panel * kGroupRows * kPanelRowBytes,
-                               {panel * kPanelColumns, t.q.row + first_query, t.head, t.q.batch});
+      for (int panel = 0; panel < kPanels; ++panel) {
+        if (panel * kPanelColumns >= p.head_dim_v) break;
+        const unsigned char* rows = from + panel * kGroupRows * kPanelRowBytes;
+        const int column = panel * kPanelColumns, row = t.q.row + first_query;
+        if (p.cu_seqlens_q != nullptr)
+          device::tensor_store(out, rows, {column, row, t.head, t.q.batch, kMapRows});
+        else
+          device::tensor_store(out, rows, {column, row, t.head, t.q.batch});
+      }
       device::bulk_commit();
       device::bulk_wait_read<0>();
     }

@@ -8,6 +8,7 @@
 #include "kernels/attention/head_tensor.h"
 #include "kernels/attention/hopper/bias_sm90.cuh"
 #include "kernels/attention/mask.cuh"
+#include "kernels/attention/scheduler.cuh"
 
 // Converts the params of attention to the arguments of the Hopper kernels: the problem for the choosers, tensor maps,
 // the window.
@@ -19,33 +20,35 @@ constexpr int kMapColumns = 64;  // 16-bit columns of a box: 128 bytes, the span
 inline int64_t map_stride_bytes(int64_t stride, int64_t size) { return size == 1 ? 16 : 2 * stride; }
 
 // Whether TMA can read the tensor: addresses and strides are multiples of 16 bytes, and no dimension is broadcast
-// (stride 0). The binding passes copies of other tensors. The map of a packed tensor begins before the tensor.
+// (stride 0). The binding passes copies of other tensors.
 inline bool fits_tensor_map(const HeadTensor& t) {
   const auto fits = [](int64_t stride, int64_t size) {
     return size == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t{1} << 39);
   };
-  const auto address = reinterpret_cast<uintptr_t>(t.base);
-  return address % 16 == 0 && fits(t.strides.seq, t.length) && fits(t.strides.head, t.heads) &&
-         fits(t.strides.batch, t.batch) &&
-         (!t.packed || address / map_stride_bytes(t.strides.seq, t.length) > static_cast<uint64_t>(t.length));
+  return reinterpret_cast<uintptr_t>(t.base) % 16 == 0 && fits(t.strides.seq, t.length) &&
+         fits(t.strides.head, t.heads) && fits(t.strides.batch, t.batch) &&
+         (!t.packed || map_stride_bytes(t.strides.seq, t.length) < int64_t{1} << 33);
 }
 
 // A tensor map over (head dim, length, heads, batch) whose box is `rows` rows of 64 columns.
 //
-// Packed: element (d, i, h, end) of the map is row end + i - length of the tensor. A sequence of n rows that ends
-// before row `end` is then at i = length - n and after. Its boxes cannot reach another sequence, where a NaN would
-// spread by products with 0. The address of element 0 is before the tensor, and is never read.
+// Packed: element (d, i, h, end, kMapRows) of the map is row end + i - kMapRows of the tensor: 2^30 steps of the last
+// dimension, each a row short of 2^34 bytes, are 2^64 less 2^30 rows, and addresses wrap around at 2^64 (as in Triton's
+// ragged descriptors, triton/tools/ragged_tma.py). A sequence of n rows that ends before row `end` is then at
+// i = kMapRows - n and after. Its boxes cannot reach another sequence, where a NaN would spread by products with 0. The
+// base is the tensor: an H200 reads it for a box that lies outside altogether.
 inline Status head_map(TensorMap& map, const HeadTensor& t, Dtype dtype, int rows) {
   const int64_t row = map_stride_bytes(t.strides.seq, t.length);
-  const auto address = reinterpret_cast<uintptr_t>(t.base) - (t.packed ? static_cast<uint64_t>(t.length * row) : 0);
-  return make_tensor_map(map, {.base = reinterpret_cast<const void*>(address),
-                               .dtype = dtype,
-                               .rank = 4,
-                               .sizes = {t.head_dim, t.length, t.heads, t.packed ? t.length + 1 : t.batch},
-                               .strides_bytes = {0, row, map_stride_bytes(t.strides.head, t.heads),
-                                                 t.packed ? row : map_stride_bytes(t.strides.batch, t.batch)},
-                               .box = {kMapColumns, rows, 1, 1},
-                               .swizzle = device::Swizzle::bytes128});
+  return make_tensor_map(
+      map, {.base = t.base,
+            .dtype = dtype,
+            .rank = t.packed ? 5 : 4,
+            .sizes = {t.head_dim, t.packed ? kMapRows : t.length, t.heads, t.packed ? t.length + 1 : t.batch,
+                      int64_t{kMapRows} + 1},
+            .strides_bytes = {0, row, map_stride_bytes(t.strides.head, t.heads),
+                              t.packed ? row : map_stride_bytes(t.strides.batch, t.batch), (int64_t{1} << 34) - row},
+            .box = {kMapColumns, rows, 1, 1, 1},
+            .swizzle = device::Swizzle::bytes128});
 }
 
 // A tensor map over (keys, queries, heads, batch) of the bias. Dimensions that it is broadcast along have size 1.
