@@ -98,12 +98,11 @@ Status group_norm_backward_cuda(const GroupNormBackwardParams& p, void* stream) 
   WARPSMITH_RETURN_IF_FAILED(visit_vectors(p.dtype, c.vector_elems, [&]<class T, int N>() {
     return launch_clusters(backward<T, N>, b, p.samples, c, stream);
   }));
-  return visit_cuda_dtype(p.weight_dtype, [&]<class W>() -> Status {
-    if (p.dweight)
-      WARPSMITH_RETURN_IF_FAILED(
-          (tiles::launch_sum_partials<W, double>(partials, p.dweight, slices, p.channels, stream)));
-    if (!p.dbias) return {};
-    return tiles::launch_sum_partials<W, double>(partials + slices * p.channels, p.dbias, slices, p.channels, stream);
+  if (!partials) return {};
+  return visit_cuda_dtype(p.weight_dtype, [&]<class W>() {
+    return tiles::launch_sum_partials<W, double>(p.dweight ? partials : partials + slices * p.channels,
+                                                 p.dweight ? p.dweight : p.dbias, slices, p.channels, stream,
+                                                 p.dweight ? p.dbias : nullptr);
   });
 }
 
