@@ -258,9 +258,10 @@ def test_plan_says_how_a_sample_is_shared():
 
 @pytest.mark.skipif(not is_loaded(), reason="no simulated kernels in this process (--sim)")
 @pytest.mark.parametrize("multiprocessors", [1, 7, 40])
-def test_blocks_of_a_cluster_share_a_sample(multiprocessors):
+@pytest.mark.parametrize("pixels", [700, 9000])  # more than shared memory keeps
+def test_blocks_of_a_cluster_share_a_sample(multiprocessors, pixels):
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 24, 700, generator=g).requires_grad_()
+    x = torch.randn(1, 24, pixels, generator=g).requires_grad_()
     weight = torch.rand(24, generator=g).requires_grad_()
     results = []
     for function in (warpsmith.group_norm, reference):

@@ -85,7 +85,6 @@ __device__ __forceinline__ void write_dx(RowsOfDyAndX<T, N>& rows, const Channel
     const int left = rows.rows - turn * U;
 #pragma unroll
     for (int u = U - 1; u >= 0; --u, to -= apart) {
-      if (u >= left) continue;
       float dx[N];
 #pragma unroll
       for (int k = 0; k < N; ++k) {
@@ -94,7 +93,7 @@ __device__ __forceinline__ void write_dx(RowsOfDyAndX<T, N>& rows, const Channel
         const float of_group = fmaf(channels[k].centered(value), means[k].of_product, means[k].of_gradient);
         dx[k] = fmaf(g * channels[k].unit, channels[k].scale, of_group);  // weight * rstd = unit * scale
       }
-      device::store<device::Cache::streaming>(to, device::rounded<T>(dx));
+      if (u < left) device::store<device::Cache::streaming>(to, device::rounded<T>(dx));
     }
   });
 }

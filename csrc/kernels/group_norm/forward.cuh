@@ -69,14 +69,13 @@ template <bool kSilu, class T, int N> __device__ __forceinline__ void normalize(
     const int left = rows.rows - turn * U;
 #pragma unroll
     for (int u = U - 1; u >= 0; --u, to -= apart) {
-      if (u >= left) continue;
       float y[N];
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         y[k] = channels[k].value(element<T, N>(x[u], k));
         if constexpr (kSilu) y[k] = activation::Silu<activation::DeviceMath<T>>(y[k]).value();
       }
-      device::store<device::Cache::streaming>(to, device::rounded<T>(y));
+      if (u < left) device::store<device::Cache::streaming>(to, device::rounded<T>(y));
     }
   });
 }
