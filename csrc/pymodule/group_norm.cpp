@@ -10,7 +10,7 @@ pybind11::dict describe(const GroupNormProblem& p) {
   return pybind11::dict("vector_elems"_a = c.vector_elems, "threads"_a = kGroupNormThreads,
                         "threads_a_pixel"_a = c.lanes, "ranges"_a = c.ranges,
                         "range_channels"_a = c.vectors * c.vector_elems, "cluster"_a = c.cluster,
-                        "blocks"_a = p.samples * c.ranges * c.cluster);
+                        "turns_kept"_a = c.slots, "blocks"_a = p.samples * c.ranges * c.cluster);
 }
 
 pybind11::dict plan(const pybind11::kwargs& given) {

@@ -81,27 +81,6 @@ struct alignas(16) Channel {
   __device__ __forceinline__ float value(float x) const { return fmaf(centered(x), scale, bias); }
 };
 
-// The rows of a thread: of the `left` rows at `from` each `apart`-th, U of them a turn; the next turn lies `turn` rows
-// on. A turn with another behind it is whole.
-template <class T, int N> struct Rows {
-  const Packed<T, N>* from;
-  int64_t stride;  // in vectors
-  int64_t left;
-  int64_t turn;
-  int apart;
-
-  template <device::Cache cache, int U> __device__ __forceinline__ void load(Packed<T, N> (&to)[U]) const {
-    load_rows<T, N, cache>(to, from, stride, 0, 0, apart, left);
-  }
-  template <int U> __device__ __forceinline__ int there() const {
-    int rows = 0;
-#pragma unroll
-    for (int u = 0; u < U; ++u) rows += u * apart < left;
-    return rows;
-  }
-  __device__ __forceinline__ void next() { from += turn * stride, left -= turn; }
-};
-
 // Sums of a thread: of d = x - center, and of d * d. The center is the mean of the thread's first rows, so that the
 // squares about the mean do not cancel when they are taken of both sums, wherever the mean lies.
 template <int N> struct Moments {
@@ -130,48 +109,6 @@ __device__ __forceinline__ void add_turn(Moments<N>& m, const Packed<T, N> (&x)[
   }
 }
 
-// All rows of a thread. The loads of a turn are in flight while the one before is added. Returns their number.
-template <int U, class T, int N> __device__ __forceinline__ float add_rows(Moments<N>& m, Rows<T, N> rows) {
-  constexpr auto keep = device::Cache::keep;
-  Packed<T, N> x[U], ahead[U];
-  float count = 0;
-  rows.template load<keep>(x);
-  const int first = rows.template there<U>();
-  const float part = 1.0f / static_cast<float>(max(first, 1));
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    float sum = 0;
-#pragma unroll
-    for (int u = 0; u < U; ++u) sum += u < first ? element<T, N>(x[u], k) : 0.0f;
-    m.center[k] = sum * part;
-  }
-  while (rows.left > rows.turn) {
-    rows.next();
-    rows.template load<keep>(ahead);
-    add_turn<true, T, N>(m, x, U);
-    count += U;
-#pragma unroll
-    for (int u = 0; u < U; ++u) x[u] = ahead[u];
-  }
-  const int last = rows.template there<U>();
-  if (last > 0) add_turn<false, T, N>(m, x, last);
-  return count + static_cast<float>(last);
-}
-
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= std::numeric_limits<float>::max(); }
-
-// The sums of x and of its squares over a thread's rows of the channel `k` of its vector, in double: where those in
-// float are not finite.
-template <int U, class T, int N>
-__device__ void add_in_double(const Rows<T, N>& rows, int k, double& sum, double& square) {
-  const T* const x = reinterpret_cast<const T*>(rows.from) + k;
-  sum = square = 0;
-  for (int64_t turn = 0; turn < rows.left; turn += rows.turn)
-    for (int64_t row = turn; row < min(turn + int64_t{U} * rows.apart, rows.left); row += rows.apart) {
-      const double value = device::to_float(device::load(x + row * rows.stride * N));
-      sum += value;
-      square += value * value;
-    }
-}
 
 }  // namespace warpsmith::tiles

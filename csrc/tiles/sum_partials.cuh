@@ -12,12 +12,14 @@ namespace warpsmith::tiles {
 
 constexpr int kSumColumns = 32, kMaxSumSlices = 32;
 
-// sums[c], of type W: partials[r, c] added over all rows in P (float, double), in a fixed order. Each thread adds every
-// row of its slice of a column, then pairs of slices are added.
+// sums[c], of type W: partials[r, c] added over all rows in P (float, double), in a fixed order; and second[c], if it
+// is not null, of the as many rows that follow. Each thread adds every row of its slice of a column, then pairs of
+// slices are added.
 template <class W, class P> __global__ void __launch_bounds__(kSumColumns* kMaxSumSlices)
-    sum_partials(const P* partials, W* sums, int64_t rows, int64_t columns) {
+    sum_partials(const P* partials, W* sums, W* second, int64_t rows, int64_t columns) {
   WARPSMITH_SHARED(P, scratch, kSumColumns * kMaxSumSlices);
   device::wait_for_previous_kernel();
+  if (blockIdx.y) partials += rows * columns, sums = second;
   const int slice = threadIdx.x / kSumColumns, slices = blockDim.x / kSumColumns;
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x % kSumColumns;
   P sum = 0;
@@ -40,14 +42,15 @@ template <class W, class P> __global__ void __launch_bounds__(kSumColumns* kMaxS
     device::store(sums + column, device::from_float<W>(static_cast<float>(scratch[threadIdx.x])));
 }
 
-template <class W, class P = float>
-Status launch_sum_partials(const void* partials, void* sums, int64_t rows, int64_t columns, void* stream) {
+template <class W, class P = float> Status launch_sum_partials(const void* partials, void* sums, int64_t rows,
+                                                               int64_t columns, void* stream, void* second = nullptr) {
   LaunchConfig config;
   config.grid.x = static_cast<unsigned>(ceil_div(columns, kSumColumns));
+  config.grid.y = second ? 2 : 1;
   config.block.x = kSumColumns * static_cast<unsigned>(std::min<int64_t>(kMaxSumSlices, rows));
   WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
-  return launch(sum_partials<W, P>, config, stream, static_cast<const P*>(partials), static_cast<W*>(sums), rows,
-                columns);
+  return launch(sum_partials<W, P>, config, stream, static_cast<const P*>(partials), static_cast<W*>(sums),
+                static_cast<W*>(second), rows, columns);
 }
 
 }  // namespace warpsmith::tiles

@@ -2,8 +2,8 @@
 #include "kernels/group_norm/place.cuh"
 
 // One kernel: a cluster reads dy and x of a range of groups of a sample for two sums a channel, adds them up to those
-// of groups, and reads both once more, from the L2 cache, for dx. Each block writes its two sums a channel, from which
-// `sum_partials` makes dweight and dbias. Reads dy and x twice, writes dx once, in a fixed order.
+// of groups, and makes dx of what shared memory has kept and, read once more, the rest. Each block writes its two sums
+// a channel, from which `sum_partials` makes dweight and dbias. Writes dx once, in a fixed order.
 namespace warpsmith::group_norm {
 
 struct BackwardParams {
@@ -18,122 +18,127 @@ struct BackwardParams {
   bool silu;
 };
 
-// What dx takes of the group of a channel, times rstd: the mean of g * weight; that of g * weight * x_hat, times x_hat
+// What dx takes of the group of a channel, times -rstd: the mean of g * weight; that of g * weight * x_hat, times x_hat
 // of one unit.
 struct alignas(8) Means {
   float of_gradient, of_product;
 };
 
+struct alignas(8) Affine {
+  float rstd, weight;
+};
+
+constexpr int kRowsOfBoth = kGroupNormRows / 2;
+template <class T, int N> using RowsOfDyAndX = Turns<T, N, kRowsOfBoth, 2>;
+
 template <bool kSilu, class T> __device__ __forceinline__ float gradient_of(const Channel& channel, float dy, float x) {
-  if constexpr (kSilu) return activation::Silu<activation::DeviceMath<T>>(channel.value(x)).times_derivative(dy);
-  return dy;
+  if constexpr (!kSilu) return dy;
+  const float v = channel.value(x);
+  if constexpr (sizeof(T) == 4) return activation::Silu<activation::DeviceMath<T>>(v).times_derivative(dy);
+  const float s = device::sigmoid(v);
+  return dy * fmaf(fmaf(-v, s, v), s, s);  // the same: s + s v (1 - s), an operation less where 1 - s need not be exact
 }
 
-// Adds up g and g * centered(x) over the rows of a thread, in the vector `v` of the range.
+// Adds up g and g * centered(x) over the rows of a thread.
 template <bool kSilu, class T, int N>
-__device__ __forceinline__ void add_gradients(const BackwardParams& p, const Place<N>& at, const Channel* table,
-                                              int64_t v, float (&of_g)[N], float (&of_products)[N]) {
-  constexpr int U = 4;
-  const Ranges& r = p.ranges;
+__device__ __forceinline__ void add_gradients(RowsOfDyAndX<T, N>& rows, const Channel* table, int lanes,
+                                              float (&of_g)[N], float (&of_products)[N]) {
+  constexpr int U = kRowsOfBoth;
   Channel channels[N];
 #pragma unroll
-  for (int k = 0; k < N; ++k) channels[k] = table[k * r.lanes + at.lane];
-  const auto dys = at.template rows_of<T>(p.dy, p.dy_stride, r, v, U);
-  const auto xs = at.template rows_of<T>(p.x, p.x_stride, r, v, U);
-#pragma unroll 1
-  for (int64_t turn = 0; turn < xs.left; turn += xs.turn) {
+  for (int k = 0; k < N; ++k) channels[k] = table[k * lanes];
+  rows.forwards([&](int) {
     Packed<T, N> dy[U], x[U];
-    load_rows<T, N>(dy, dys.from, dys.stride, 0, turn, dys.apart, dys.left);
-    load_rows<T, N>(x, xs.from, xs.stride, 0, turn, xs.apart, xs.left);
+    rows.load(dy, 0);
+    rows.load(x, 1);
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      float g[U], d[U];
+      float g[U];
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         const float value = element<T, N>(x[u], k);
         g[u] = gradient_of<kSilu, T>(channels[k], element<T, N>(dy[u], k), value);  // behind the last row 0
-        d[u] = channels[k].centered(value);
+        of_products[k] = fmaf(g[u], channels[k].centered(value), of_products[k]);
       }
-      of_g[k] += (g[0] + g[1]) + (g[2] + g[3]);
-      of_products[k] += fmaf(g[0], d[0], g[1] * d[1]) + fmaf(g[2], d[2], g[3] * d[3]);
+      static_assert(U == 2);
+      of_g[k] += g[0] + g[1];
     }
-  }
+  });
 }
 
-// The rows of a thread of dx, in the vector `v` of the range. The rows that were read last come first.
-template <bool kSilu, class T, int N> __device__ __forceinline__ void write_dx(const BackwardParams& p,
-                                                                               const Place<N>& at, const Channel* table,
-                                                                               const Means* means_of, int64_t v) {
-  constexpr int U = 4;
-  const Ranges& r = p.ranges;
+// The rows of a thread of dx; `to`: the last one of its last turn.
+template <bool kSilu, class T, int N>
+__device__ __forceinline__ void write_dx(RowsOfDyAndX<T, N>& rows, const Channel* table, const Means* means_of,
+                                         int lanes, Packed<T, N>* to, int64_t apart) {
+  constexpr int U = kRowsOfBoth;
   Channel channels[N];
   Means means[N];
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    channels[k] = table[k * r.lanes + at.lane];
-    means[k] = means_of[k * r.lanes + at.lane];
+    channels[k] = table[k * lanes];
+    means[k] = means_of[k * lanes];
   }
-  const auto dys = at.template rows_of<T>(p.dy, p.dy_stride, r, v, U);
-  const auto xs = at.template rows_of<T>(p.x, p.x_stride, r, v, U);
-  const int64_t step = r.channels / N;
-  Packed<T, N>* const to = vector_at<T, N>(p.dx, at.first(r) * step + int64_t{at.range} * r.vectors + v);
-#pragma unroll 1
-  for (int64_t turn = (xs.left - 1) / xs.turn * xs.turn; turn >= 0 && xs.left > 0; turn -= xs.turn) {
+  rows.backwards([&](int turn) {
     Packed<T, N> dy[U], x[U];
-    load_rows<T, N>(dy, dys.from, dys.stride, 0, turn, dys.apart, dys.left);
-    load_rows<T, N>(x, xs.from, xs.stride, 0, turn, xs.apart, xs.left);
+    rows.load(dy, 0);
+    rows.load(x, 1);
+    const int left = rows.rows - turn * U;
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int64_t row = turn + u * xs.apart;
-      if (row >= xs.left) break;
+    for (int u = U - 1; u >= 0; --u, to -= apart) {
       float dx[N];
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         const float value = element<T, N>(x[u], k);
         const float g = gradient_of<kSilu, T>(channels[k], element<T, N>(dy[u], k), value);
         const float of_group = fmaf(channels[k].centered(value), means[k].of_product, means[k].of_gradient);
-        dx[k] = fmaf(g * channels[k].unit, channels[k].scale, -of_group);  // weight * rstd = unit * scale
+        dx[k] = fmaf(g * channels[k].unit, channels[k].scale, of_group);  // weight * rstd = unit * scale
       }
-      device::store<device::Cache::streaming>(to + row * step, device::rounded<T>(dx));
+      if (u < left) device::store<device::Cache::streaming>(to, device::rounded<T>(dx));
     }
-  }
+  });
 }
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNormResident) backward(BackwardParams p) {
-  WARPSMITH_SHARED(Channel, channels, kLanes * N);
   WARPSMITH_SHARED(Means, means, kApart * N / 2);  // after the sums, in their place
   WARPSMITH_SHARED(float, products, kApart* N);
   WARPSMITH_SHARED(double, of_channels, 2 * kThreads);
   WARPSMITH_SHARED(double, totals, 2 * kThreads);
+  WARPSMITH_DYNAMIC_SHARED(shared);
   float* const sums = reinterpret_cast<float*>(means);
   const Ranges& r = p.ranges;
   const Place<N> at(r);
   if (at.sample >= r.samples) return;
+  RowsOfDyAndX<T, N> rows(at, r, shared);
+  Channel* const channels = static_cast<Channel*>(rows.end(shared));
+  Affine* const affine = reinterpret_cast<Affine*>(channels + r.lanes * N);
   const int thread = static_cast<int>(threadIdx.x), groups = at.groups(r);
-  const auto rstd_of = [&](int64_t tile, int c) {
-    return device::load(p.rstd + at.first_group(r) + at.group_of(r, tile, c));
+  const auto follow = [&](int64_t v, int row) {
+    rows.follow(0, at, r, p.dy, p.dy_stride, v, row);
+    rows.follow(1, at, r, p.x, p.x_stride, v, row);
   };
-  const auto weight_of = [&](int64_t channel) { return p.weight ? load_as(p.weight, p.weight_dtype, channel) : 1.0f; };
   const auto fill_channels = [&](int64_t tile) {
     each_channel<N>(r, tile, [&](int c) {
-      const int64_t channel = at.channel(r, tile) + c;
-      const float mean = device::load(p.mean + at.first_group(r) + at.group_of(r, tile, c));
-      channels[in_table<N>(r, c)] = Channel(mean, rstd_of(tile, c), weight_of(channel),
+      const int64_t channel = at.channel(r, tile) + c, group = at.first_group(r) + at.group_of(r, tile, c);
+      const Affine of{device::load(p.rstd + group), p.weight ? load_as(p.weight, p.weight_dtype, channel) : 1.0f};
+      affine[in_table<N>(r, c)] = of;
+      channels[in_table<N>(r, c)] = Channel(device::load(p.mean + group), of.rstd, of.weight,
                                             p.silu && p.bias ? load_as(p.bias, p.weight_dtype, channel) : 0.0f);
     });
   };
   double sum = 0, product = 0;  // of this thread's channels, of g * weight and of g * weight * x_hat
   for (int64_t tile = 0; tile < r.vectors; tile += r.lanes) {
+    const int64_t v = tile + at.lane;
+    follow(v, 0);
+    if (v < r.vectors) rows.begin();
     if (tile > 0) __syncthreads();
     fill_channels(tile);
     __syncthreads();
-    const int64_t v = tile + at.lane;
     float of_g[N] = {}, of_products[N] = {};
-    if (at.here && v < r.vectors) {
+    if (v < r.vectors) {
       if (p.silu)
-        add_gradients<true, T>(p, at, channels, v, of_g, of_products);
+        add_gradients<true, T, N>(rows, channels + at.lane, r.lanes, of_g, of_products);
       else
-        add_gradients<false, T>(p, at, channels, v, of_g, of_products);
+        add_gradients<false, T, N>(rows, channels + at.lane, r.lanes, of_g, of_products);
     }
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -141,20 +146,36 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
       products[of_thread<N>(k, thread)] = of_products[k];
     }
     __syncthreads();
-    each_channel<N>(r, tile, [&](int c) {
-      double g = 0, g_x_hat = 0;
-      for (int row = 0; row < at.rows; ++row) {
+    // Where a tile has fewer channels than threads, each takes every parts-th row of a channel.
+    const int width = static_cast<int>(min(int64_t{r.lanes}, r.vectors - tile)) * N, parts = max(1, kThreads / width);
+    const auto rows_of_channel = [&](int c, int part, double& g, double& g_x_hat) {
+      for (int row = part; row < at.rows; row += parts) {
         g += sums[of_row<N>(r, row, c)];
         g_x_hat += products[of_row<N>(r, row, c)];
       }
-      g_x_hat *= share_of(rstd_of(tile, c), channels[in_table<N>(r, c)].unit);
-      const int64_t channel = at.channel(r, tile) + c;
+    };
+    if (parts > 1) {
+      double g = 0, g_x_hat = 0;
+      if (thread < parts * width) rows_of_channel(thread % width, thread / width, g, g_x_hat);
+      totals[thread] = g;
+      totals[kThreads + thread] = g_x_hat;
+      __syncthreads();
+    }
+    each_channel<N>(r, tile, [&](int c) {
+      double g = 0, g_x_hat = 0;
+      if (parts == 1) rows_of_channel(c, 0, g, g_x_hat);
+      for (int part = 0; parts > 1 && part < parts; ++part) {
+        g += totals[part * width + c];
+        g_x_hat += totals[kThreads + part * width + c];
+      }
+      const Affine of = affine[in_table<N>(r, c)];
+      g_x_hat *= share_of(of.rstd, channels[in_table<N>(r, c)].unit);
       if (p.partials) {
-        const int64_t place = (at.sample * r.cluster + at.rank) * r.channels + channel;
+        const int64_t place = (at.sample * r.cluster + at.rank) * r.channels + at.channel(r, tile) + c;
         device::store(p.partials + place, g_x_hat);
         device::store(p.partials + p.slices * r.channels + place, g);
       }
-      const double weight = weight_of(channel);
+      const double weight = of.weight;
       sum += weight * g;
       product += weight * g_x_hat;
     });
@@ -163,10 +184,14 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
   of_channels[kThreads + thread] = product;
   __syncthreads();
   const int wide = groups > 1 ? static_cast<int>(r.group) : kThreads;  // threads with channels of a group
-  totals_of_groups(totals, groups, wide, [&](int group, int i, double& first, double& second) {
-    first += of_channels[group * wide + i];
-    second += of_channels[kThreads + group * wide + i];
+  sum = product = 0;
+  each_item(groups, 1, wide, [&](int group, int, int i) {
+    sum += of_channels[group * wide + i];
+    product += of_channels[kThreads + group * wide + i];
   });
+  totals[thread] = sum;
+  totals[kThreads + thread] = product;
+  add_parts(totals, groups);
   totals_of_cluster(totals, groups, r.cluster, sum, product);
   // `of_channels` now has the means of groups.
   const double values = static_cast<double>(r.pixels) * static_cast<double>(r.group);
@@ -175,25 +200,28 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
     of_channels[thread] = sum / values + undefined;
     of_channels[kThreads + thread] = product / values + undefined;
   }
-  for (int64_t tile = 0; p.dx && tile < r.vectors; tile += r.lanes) {
+  // The tile that was read last comes first: its last turns are still there.
+  const int64_t last = (r.vectors - 1) / r.lanes * r.lanes;
+  for (int64_t tile = last; p.dx && tile >= 0; tile -= r.lanes) {
     __syncthreads();
-    if (r.vectors > r.lanes) {
-      fill_channels(tile);
-      __syncthreads();
-    }
+    if (tile != last) fill_channels(tile);
     each_channel<N>(r, tile, [&](int c) {
       const int group = at.group_of(r, tile, c), place = in_table<N>(r, c);
-      const float rstd = rstd_of(tile, c);
-      means[place] = {static_cast<float>(of_channels[group]) * rstd,
-                      static_cast<float>(of_channels[kThreads + group]) * rstd * share_of(rstd, channels[place].unit)};
+      const float rstd = affine[place].rstd;
+      means[place] = {static_cast<float>(of_channels[group]) * -rstd,
+                      static_cast<float>(of_channels[kThreads + group]) * -rstd * share_of(rstd, channels[place].unit)};
     });
     __syncthreads();
     const int64_t v = tile + at.lane;
-    if (!at.here || v >= r.vectors) continue;
+    if (v >= r.vectors) continue;
+    follow(v, rows.last_row(tile == last));
+    if (tile != last) rows.begin_backwards();
+    const int64_t step = r.channels / N, apart = at.rows * step;
+    Packed<T, N>* const to = vector_at<T, N>(p.dx, at.vector(r, step, v)) + rows.last_row(false) * apart;
     if (p.silu)
-      write_dx<true, T>(p, at, channels, means, v);
+      write_dx<true, T, N>(rows, channels + at.lane, means + at.lane, r.lanes, to, apart);
     else
-      write_dx<false, T>(p, at, channels, means, v);
+      write_dx<false, T, N>(rows, channels + at.lane, means + at.lane, r.lanes, to, apart);
   }
   if (r.cluster > 1) device::cluster_wait();
 }

@@ -2,7 +2,7 @@
 #include "kernels/group_norm/place.cuh"
 
 // One kernel: a cluster reads a range of groups of a sample for the statistics, adds them up in its shared memory, and
-// reads the range once more, from the L2 cache, to normalise it. Reads x twice, writes y once, in a fixed order.
+// normalises what shared memory has kept and, read once more, the rest. Writes y once, in a fixed order.
 namespace warpsmith::group_norm {
 
 struct ForwardParams {
@@ -16,83 +16,131 @@ struct ForwardParams {
   bool silu;
 };
 
-constexpr int kRowsInFlight = 4;
+constexpr int kRowsATurn = kGroupNormRows;
+template <class T, int N> using RowsOfX = Turns<T, N, kRowsATurn, 1>;
 
-// The rows of a thread of y, in the vector `v` of the range. The rows that were read last come first: the L2 cache has
-// them.
-template <bool kSilu, class T, int N>
-__device__ __forceinline__ void normalize(const ForwardParams& p, const Place<N>& at, const Channel* table, int64_t v) {
-  constexpr int U = kRowsInFlight;
-  const Ranges& r = p.ranges;
+// The sums of a thread's rows of one vector.
+template <class T, int N> __device__ __forceinline__ void add_rows(RowsOfX<T, N>& rows, Moments<N>& m) {
+  constexpr int U = kRowsATurn;
+  rows.forwards([&](int turn) {
+    Packed<T, N> x[U];
+    rows.load(x, 0);
+    const int left = rows.rows - turn * U;
+    if (turn == 0) {
+      const float part = 1.0f / static_cast<float>(min(left, U));
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        float sum = 0;
+#pragma unroll
+        for (int u = 0; u < U; ++u) sum += element<T, N>(x[u], k);  // behind the last row 0
+        m.center[k] = sum * part;
+      }
+    }
+    if (left >= U)
+      add_turn<true, T, N>(m, x, U);
+    else
+      add_turn<false, T, N>(m, x, left);
+  });
+}
+
+// The sum of x, or of its square, over a thread's rows of the channel `k` of its vector, in double: where those in
+// float are not finite.
+template <class T, int N> __device__ double add_in_double(const RowsOfX<T, N>& rows, int k, bool of_squares) {
+  const T* const x = reinterpret_cast<const T*>(rows.from[0]) + k;
+  double sum = 0;
+  for (int row = 0; row < rows.rows; ++row) {
+    const double value = device::to_float(device::load(x + row * rows.apart[0] * N));
+    sum += of_squares ? value * value : value;
+  }
+  return sum;
+}
+
+// The rows of a thread of y; `to`: the last one of its last turn.
+template <bool kSilu, class T, int N> __device__ __forceinline__ void normalize(RowsOfX<T, N>& rows,
+                                                                                const Channel* table, int lanes,
+                                                                                Packed<T, N>* to, int64_t apart) {
+  constexpr int U = kRowsATurn;
   Channel channels[N];
 #pragma unroll
-  for (int k = 0; k < N; ++k) channels[k] = table[k * r.lanes + at.lane];
-  const auto rows = at.template rows_of<T>(p.x, p.x_stride, r, v, U);
-  const int64_t step = r.channels / N;
-  Packed<T, N>* const to = vector_at<T, N>(p.y, at.first(r) * step + int64_t{at.range} * r.vectors + v);
-#pragma unroll 1
-  for (int64_t turn = (rows.left - 1) / rows.turn * rows.turn; turn >= 0 && rows.left > 0; turn -= rows.turn) {
+  for (int k = 0; k < N; ++k) channels[k] = table[k * lanes];
+  rows.backwards([&](int turn) {
     Packed<T, N> x[U];
-    load_rows<T, N>(x, rows.from, rows.stride, 0, turn, rows.apart, rows.left);
+    rows.load(x, 0);
+    const int left = rows.rows - turn * U;
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int64_t row = turn + u * rows.apart;
-      if (row >= rows.left) break;
+    for (int u = U - 1; u >= 0; --u, to -= apart) {
       float y[N];
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         y[k] = channels[k].value(element<T, N>(x[u], k));
         if constexpr (kSilu) y[k] = activation::Silu<activation::DeviceMath<T>>(y[k]).value();
       }
-      device::store<device::Cache::streaming>(to + row * step, device::rounded<T>(y));
+      if (u < left) device::store<device::Cache::streaming>(to, device::rounded<T>(y));
     }
-  }
+  });
 }
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNormResident) forward(ForwardParams p) {
-  constexpr int U = kRowsInFlight;
-  WARPSMITH_SHARED(Channel, channels, kApart * N / 2);  // after the sums, in their place
-  WARPSMITH_SHARED(double, squares, kApart* N);
+  WARPSMITH_SHARED(double, sums, kApart* N);
   WARPSMITH_SHARED(double, totals, 2 * kThreads);
   WARPSMITH_SHARED(float, means, kThreads);
   WARPSMITH_SHARED(float, rstds, kThreads);
-  double* const sums = reinterpret_cast<double*>(channels);
+  WARPSMITH_DYNAMIC_SHARED(shared);
   const Ranges& r = p.ranges;
   const Place<N> at(r);
   if (at.sample >= r.samples) return;
+  RowsOfX<T, N> rows(at, r, shared);
+  Channel* const channels = static_cast<Channel*>(rows.end(shared));
   const int thread = static_cast<int>(threadIdx.x), groups = at.groups(r);
+  double sum_of[N] = {}, square_of[N] = {};
+  const int64_t last = (r.vectors - 1) / r.lanes * r.lanes;  // tile
+  const auto fill_channels = [&](int64_t tile) {
+    each_channel<N>(r, tile, [&](int c) {
+      const int64_t channel = at.channel(r, tile) + c;
+      Channel& of = channels[in_table<N>(r, c)];
+      of.scale = p.weight ? load_as(p.weight, p.weight_dtype, channel) : 1.0f;
+      of.bias = p.bias ? load_as(p.bias, p.weight_dtype, channel) : 0.0f;
+    });
+  };
+  bool beyond = false;  // float
 #pragma unroll 1
-  for (int64_t v = at.here ? at.lane : r.vectors; v < r.vectors; v += r.lanes) {
+  for (int64_t v = at.lane; v < r.vectors; v += r.lanes) {
+    rows.follow(0, at, r, p.x, p.x_stride, v);
+    rows.begin();
+    if (v == at.lane) fill_channels(last);
     Moments<N> m;
-    const double count = add_rows<U>(m, at.template rows_of<T>(p.x, p.x_stride, r, v, U));
+    add_rows<T, N>(rows, m);
+    const double count = rows.rows;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const double center = m.center[k], sum = m.sum[k];
-      const int own = of_thread<N>(k, thread);
-      if (v == at.lane) sums[own] = squares[own] = 0;
-      sums[own] += count * center + sum;
-      squares[own] += m.square[k] + center * (2 * sum + count * center);
+      const double center = rows.rows > 0 ? m.center[k] : 0.0f, sum = m.sum[k];
+      sum_of[k] += count * center + sum;
+      square_of[k] += m.square[k] + center * (2 * sum + count * center);
+      beyond = beyond || !is_finite(m.square[k]);
     }
   }
-#pragma unroll 1
-  for (int k = at.here ? 0 : N; k < N; ++k) {  // squares beyond float
-    const int own = of_thread<N>(k, thread);
-    if (squares[own] - squares[own] == 0) continue;
-    sums[own] = squares[own] = 0;
-    for (int64_t v = at.lane; v < r.vectors; v += r.lanes) {
-      double sum, square;
-      add_in_double<U>(at.template rows_of<T>(p.x, p.x_stride, r, v, U), k, sum, square);
-      sums[own] += sum;
-      squares[own] += square;
-    }
-  }
-  __syncthreads();
   const int wide = static_cast<int>(min(r.group, int64_t{r.lanes} * N));  // channels of a group in a tile
-  totals_of_groups(totals, groups, at.rows * wide, [&](int group, int i, double& sum, double& square) {
-    const int from = of_row<N>(r, i / wide, group * wide + i % wide);
-    sum += sums[from];
-    square += squares[from];
-  });
+#pragma unroll 1
+  for (int squares = 0; squares < 2; ++squares) {
+    if (squares) __syncthreads();
+#pragma unroll
+    for (int k = 0; k < N; ++k) sums[of_thread<N>(k, thread)] = squares ? square_of[k] : sum_of[k];
+#pragma unroll 1
+    for (int k = beyond ? 0 : N; k < N; ++k) {
+      double sum = 0;
+      for (int64_t v = at.lane; v < r.vectors; v += r.lanes) {
+        rows.follow(0, at, r, p.x, p.x_stride, v);
+        sum += add_in_double<T, N>(rows, k, squares);
+      }
+      sums[of_thread<N>(k, thread)] = sum;
+    }
+    __syncthreads();
+    double sum = 0;
+    each_item(groups, at.rows, wide,
+              [&](int group, int row, int c) { sum += sums[of_row<N>(r, row, group * wide + c)]; });
+    totals[squares * kThreads + thread] = sum;
+  }
+  add_parts(totals, groups);
   double sum, square;
   totals_of_cluster(totals, groups, r.cluster, sum, square);
   if (thread < groups) {
@@ -106,22 +154,26 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
       device::store(p.rstd + group, rstds[thread]);
     }
   }
-  for (int64_t tile = 0; tile < r.vectors; tile += r.lanes) {
+  // The tile that was read last comes first: its last turns are still there.
+  for (int64_t tile = last; tile >= 0; tile -= r.lanes) {
     __syncthreads();
+    if (tile != last) fill_channels(tile);
     each_channel<N>(r, tile, [&](int c) {
-      const int64_t channel = at.channel(r, tile) + c;
       const int group = at.group_of(r, tile, c);
-      channels[in_table<N>(r, c)] =
-          Channel(means[group], rstds[group], p.weight ? load_as(p.weight, p.weight_dtype, channel) : 1.0f,
-                  p.bias ? load_as(p.bias, p.weight_dtype, channel) : 0.0f);
+      Channel& of = channels[in_table<N>(r, c)];
+      of = Channel(means[group], rstds[group], of.scale, of.bias);
     });
     __syncthreads();
     const int64_t v = tile + at.lane;
-    if (!at.here || v >= r.vectors) continue;
+    if (v >= r.vectors) continue;
+    rows.follow(0, at, r, p.x, p.x_stride, v, rows.last_row(tile == last));
+    if (tile != last) rows.begin_backwards();
+    const int64_t step = r.channels / N, apart = at.rows * step;
+    Packed<T, N>* const to = vector_at<T, N>(p.y, at.vector(r, step, v)) + rows.last_row(false) * apart;
     if (p.silu)
-      normalize<true, T>(p, at, channels, v);
+      normalize<true, T, N>(rows, channels + at.lane, r.lanes, to, apart);
     else
-      normalize<false, T>(p, at, channels, v);
+      normalize<false, T, N>(rows, channels + at.lane, r.lanes, to, apart);
   }
   if (r.cluster > 1) device::cluster_wait();
 }

@@ -18,13 +18,14 @@ Status config_of(const GroupNormShape& p, int tensors, GroupNormConfig* out) {
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   *out = choose_group_norm({p.samples, p.pixels, p.channels, p.groups, size_bytes(p.dtype), device.multiprocessors,
-                            device.code_capability >= kSm90, tensors});
+                            device.code_capability >= kSm90, tensors, device.max_dynamic_shared_bytes});
   return {};
 }
 
 Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c) {
-  return {p.samples, p.pixels, ceil_div(p.pixels, int64_t{c.cluster}), c.vectors, p.channels, p.groups, p.group(),
-          c.lanes,   c.cluster};
+  return {
+      p.samples, p.pixels, ceil_div(p.pixels, int64_t{c.cluster}), c.vectors, p.channels, p.groups, p.group(), c.lanes,
+      c.cluster, c.slots};
 }
 
 template <class Params> Status launch_clusters(void (*kernel)(Params), const Params& p, int64_t samples,
@@ -35,6 +36,7 @@ template <class Params> Status launch_clusters(void (*kernel)(Params), const Par
   config.grid.y = static_cast<unsigned>(std::min(samples, kMost));
   config.grid.z = static_cast<unsigned>(ceil_div(samples, kMost));
   config.block.x = kThreads;
+  config.dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes);
   config.cluster = static_cast<unsigned>(c.cluster);
   return launch(kernel, config, stream, p);
 }
@@ -96,12 +98,11 @@ Status group_norm_backward_cuda(const GroupNormBackwardParams& p, void* stream) 
   WARPSMITH_RETURN_IF_FAILED(visit_vectors(p.dtype, c.vector_elems, [&]<class T, int N>() {
     return launch_clusters(backward<T, N>, b, p.samples, c, stream);
   }));
-  return visit_cuda_dtype(p.weight_dtype, [&]<class W>() -> Status {
-    if (p.dweight)
-      WARPSMITH_RETURN_IF_FAILED(
-          (tiles::launch_sum_partials<W, double>(partials, p.dweight, slices, p.channels, stream)));
-    if (!p.dbias) return {};
-    return tiles::launch_sum_partials<W, double>(partials + slices * p.channels, p.dbias, slices, p.channels, stream);
+  if (!partials) return {};
+  return visit_cuda_dtype(p.weight_dtype, [&]<class W>() {
+    return tiles::launch_sum_partials<W, double>(p.dweight ? partials : partials + slices * p.channels,
+                                                 p.dweight ? p.dweight : p.dbias, slices, p.channels, stream,
+                                                 p.dweight ? p.dbias : nullptr);
   });
 }
 

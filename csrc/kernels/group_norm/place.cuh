@@ -1,4 +1,5 @@
 #pragma once
+#include "device/async_copy.h"
 #include "device/cluster.h"
 #include "kernels/group_norm/group_norm.h"
 #include "tiles/activation_math.cuh"
@@ -9,12 +10,12 @@ namespace warpsmith::group_norm {
 
 using namespace tiles;
 
-constexpr int kThreads = kGroupNormThreads, kLanes = kGroupNormLanes;
+constexpr int kThreads = kGroupNormThreads, kLanes = kGroupNormLanes, kAhead = kGroupNormAhead;
 
 struct Ranges {
   int64_t samples, pixels, block_pixels, vectors, channels, groups,
       group;  // vectors: of a range; group: channels of one
-  int lanes, cluster;
+  int lanes, cluster, slots;
 };
 
 // A block's range of a sample and pixels of it; a thread's lane, and its pixel side by side with others. Neighbouring
@@ -36,12 +37,13 @@ template <int N> struct Place {
   __device__ __forceinline__ int64_t first(const Ranges& r) const {
     return sample * r.pixels + rank * r.block_pixels + row;
   }
-  // The rows of this thread of a tensor, of the vector `v` of the range.
-  template <class T> __device__ __forceinline__ Rows<T, N> rows_of(const void* base, int64_t stride, const Ranges& r,
-                                                                   int64_t v, int turn) const {
+  // Rows of this thread, and where its first one lies in a tensor, of the vector `v` of the range.
+  __device__ __forceinline__ int own_rows(const Ranges& r) const {
     const int64_t left = min(r.block_pixels, r.pixels - rank * r.block_pixels) - row;
-    return {vector_at<T, N>(base, first(r) * stride + int64_t{range} * r.vectors + v), stride, left,
-            int64_t{turn} * rows, rows};
+    return left > 0 ? static_cast<int>((left - 1) / rows) + 1 : 0;
+  }
+  __device__ __forceinline__ int64_t vector(const Ranges& r, int64_t stride, int64_t v) const {
+    return first(r) * stride + int64_t{range} * r.vectors + v;
   }
   __device__ __forceinline__ int64_t channel(const Ranges& r, int64_t v) const { return (range * r.vectors + v) * N; }
   // Groups of a range, 1 where a group is all of it; the first one of this range in its sample; that of a channel.
@@ -53,6 +55,96 @@ template <int N> struct Place {
   }
   __device__ __forceinline__ int group_of(const Ranges& r, int64_t v, int k) const {
     return r.vectors > kLanes ? 0 : (static_cast<int>(v) * N + k) / static_cast<int>(r.group);
+  }
+};
+
+// The rows of a thread of `kTensors` tensors on their way through slots of its own in shared memory, U rows a turn. The
+// first pass leaves the last turns there, and the second, which goes backwards, reads only what was before them once
+// more. No thread reads another's slots: nothing waits for a block.
+template <class T, int N, int U, int kTensors> struct Turns {
+  using V = Packed<T, N>;
+  static constexpr int kTurn = kTensors * U * kThreads;
+  V* own;                   // this thread's first vector of slot 0
+  int slots, rows, turns;   // rows: of this thread
+  const V* from[kTensors];  // the next row to copy
+  int64_t apart[kTensors];  // rows of this thread, in vectors
+  int slot = 0;
+
+  __device__ __forceinline__ Turns(const Place<N>& at, const Ranges& r, unsigned char* shared)
+      : own(reinterpret_cast<V*>(shared) + threadIdx.x),
+        slots(r.slots),
+        rows(at.here ? at.own_rows(r) : 0),
+        turns((rows + U - 1) / U) {}
+  // From the row `row` of this thread on, in the vector `v` of the range.
+  __device__ __forceinline__ void follow(int tensor, const Place<N>& at, const Ranges& r, const void* base,
+                                         int64_t stride, int64_t v, int row = 0) {
+    apart[tensor] = at.rows * stride;
+    from[tensor] = vector_at<T, N>(base, at.vector(r, stride, v)) + row * apart[tensor];
+  }
+  // The row from which the second pass begins to copy: the last before what the slots have, or the last of all.
+  __device__ __forceinline__ int last_row(bool kept) const { return (turns - (kept ? slots : 0)) * U - 1; }
+  // Behind all slots.
+  __device__ __forceinline__ void* end(unsigned char* shared) const {
+    return reinterpret_cast<V*>(shared) + slots * kTurn;
+  }
+
+  // Begins the copies of a turn, if there is such a turn; behind the last row lie zeros. kStep: 1, or -1 backwards.
+  template <int kStep> __device__ __forceinline__ void fetch(int turn, int to) {
+    if (turn >= 0 && turn < turns) {
+#pragma unroll
+      for (int i = 0; i < kTensors; ++i) {
+#pragma unroll
+        for (int n = 0; n < U; ++n, from[i] += kStep * apart[i]) {
+          const int u = kStep > 0 ? n : U - 1 - n;
+          const bool there = turn * U + u < rows;
+          V* const place = own + to * kTurn + (i * U + u) * kThreads;
+          if constexpr (sizeof(V) >= 4)
+            device::copy_async<sizeof(V)>(place, from[i], there);
+          else
+            device::store(place, there ? device::load(from[i]) : V{});
+        }
+      }
+    }
+    device::copy_async_commit();
+  }
+  __device__ __forceinline__ int after(int s) const { return s + 1 == slots ? 0 : s + 1; }
+  __device__ __forceinline__ int before(int s) const { return s == 0 ? slots - 1 : s - 1; }
+  __device__ __forceinline__ void load(V (&to)[U], int tensor) const {
+#pragma unroll
+    for (int u = 0; u < U; ++u) to[u] = device::load(own + slot * kTurn + (tensor * U + u) * kThreads);
+  }
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll 1
+    for (int turn = 0; turn < kAhead; ++turn) fetch<1>(turn, turn);
+  }
+  // visit(turn) after begin(); `load` then gives what the turn has of a tensor.
+  template <class Visit> __device__ __forceinline__ void forwards(const Visit& visit) {
+    int to = kAhead == slots ? 0 : kAhead;
+    slot = -1;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn, to = after(to)) {
+      device::copy_async_wait<kAhead - 1>();
+      slot = after(slot);
+      visit(turn);
+      fetch<1>(turn + kAhead, to);
+    }
+    device::copy_async_wait<0>();
+  }
+  // The last turns once more into their slots.
+  __device__ __forceinline__ void begin_backwards() {
+    slot = slots - 1;
+#pragma unroll 1
+    for (int i = 0; i < max(slots, kAhead); ++i) fetch<-1>(i < slots ? turns - 1 - i : -1, slot - i);
+  }
+  template <class Visit> __device__ __forceinline__ void backwards(const Visit& visit) {
+#pragma unroll 1
+    for (int turn = turns - 1; turn >= 0; --turn) {
+      device::copy_async_wait<kAhead - 1>();
+      visit(turn);
+      fetch<-1>(turn - slots, slot);
+      slot = before(slot);
+    }
   }
 };
 
@@ -72,23 +164,31 @@ __device__ __forceinline__ void each_channel(const Ranges& r, int64_t tile, cons
   for (int c = static_cast<int>(threadIdx.x); c < channels; c += kThreads) visit(c);
 }
 
-// Totals of groups: add(group, i, first, second) adds item i of `items` of a group. Thread (part, group) adds every
-// parts-th, then parts are added in pairs. `totals` then begins with the groups' first sums, and its second half with
-// the second ones.
-template <class Add>
-__device__ __forceinline__ void totals_of_groups(double* totals, int groups, int items, const Add& add) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int group = thread % groups, part = thread / groups, parts = kThreads / groups;
-  double first = 0, second = 0;
-  for (int i = part < parts ? part : items; i < items; i += parts) add(group, i, first, second);
-  totals[thread] = first;
-  totals[kThreads + thread] = second;
-  for (int left = parts, half; left > 1; left = half) {
-    half = (left + 1) / 2;
+// visit(group, row, c) for items of a group: channel c of its `wide` ones, in each of `rows` rows. Thread (part, group)
+// takes every parts-th.
+template <class Visit> __device__ __forceinline__ void each_item(int groups, int rows, int wide, const Visit& visit) {
+  const int thread = static_cast<int>(threadIdx.x), group = thread % groups, part = thread / groups;
+  const int parts = kThreads / groups, rows_on = parts / wide, channels_on = parts % wide;
+  for (int row = part < parts ? part / wide : rows, c = part % wide; row < rows;) {
+    visit(group, row, c);
+    row += rows_on, c += channels_on;
+    if (c >= wide) c -= wide, ++row;
+  }
+}
+
+// Adds what the threads of each_item have put into `totals`, by fours: it then begins with the groups' first sums, and
+// its second half with the second ones.
+__device__ __forceinline__ void add_parts(double* totals, int groups) {
+  const int thread = static_cast<int>(threadIdx.x), part = thread / groups;
+  for (int left = kThreads / groups, quarter; left > 1; left = quarter) {
+    quarter = (left + 3) / 4;
     __syncthreads();
-    if (part >= left - half) continue;
-    totals[thread] += totals[thread + half * groups];
-    totals[kThreads + thread] += totals[kThreads + thread + half * groups];
+    if (part >= quarter) continue;
+    for (int other = part + quarter, from = thread; other < left; other += quarter) {
+      from += quarter * groups;
+      totals[thread] += totals[from];
+      totals[kThreads + thread] += totals[kThreads + from];
+    }
   }
 }
 
