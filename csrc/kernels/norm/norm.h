@@ -25,6 +25,13 @@ constexpr NormRow row_of(Norm op) {
   return rows[static_cast<int>(op)];
 }
 
+// The rows of y as 8-bit floats of e4m3 by powers of two, with the bits that quantize_fp8(y, "row") gives.
+struct NormCast {
+  uint8_t* data = nullptr;    // [rows, columns], contiguous; null: not wanted
+  float* scale = nullptr;     // [rows]
+  int64_t* counts = nullptr;  // [2], to which is added: saturated elements (none), elements that are not finite
+};
+
 // With s = x, or s = dropout(x) + residual rounded to residual_dtype (what residual_out holds), for each row:
 //   rms:    y = s * rstd * (weight + weight_offset) + bias,           rstd = 1 / sqrt(mean(s^2) + eps)
 //   layer:  y = (s - mean(s)) * rstd * (weight + weight_offset) + bias,    rstd = 1 / sqrt(mean((s - mean(s))^2) + eps)
@@ -44,6 +51,7 @@ struct NormForwardParams {
   Dtype dtype = Dtype::float32;           // of x and y
   Dtype residual_dtype = Dtype::float32;  // dtype, or float32 beside a 16-bit dtype; dtype without a residual
   Dtype weight_dtype = Dtype::float32;    // dtype, or float32 beside a 16-bit dtype
+  NormCast cast = {};                     // beside y; CUDA alone
 };
 
 // With s_hat = (s - mean) * rstd (mean = 0 for rms) and g = dy * (weight + weight_offset):
@@ -73,7 +81,8 @@ struct NormBackwardParams {
   Dtype weight_dtype = Dtype::float32;
 };
 
-Status norm_forward_cuda(const NormForwardParams& params, void* stream);
+// has_cast: set to whether params.cast was written too, which not every kernel does (norm_casts).
+Status norm_forward_cuda(const NormForwardParams& params, void* stream, bool* has_cast = nullptr);
 Status norm_forward_cpu(const NormForwardParams& params, const Parallel& parallel);
 Status norm_backward_cuda(const NormBackwardParams& params, void* stream);
 Status norm_backward_cpu(const NormBackwardParams& params, const Parallel& parallel);

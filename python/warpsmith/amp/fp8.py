@@ -19,6 +19,7 @@ from warpsmith._core.pending import settle
 from warpsmith.amp.fp8_ranks import group_of_forward, require_same_layers
 from warpsmith.ops._linear import LINEAR, capability, under_autocast
 from warpsmith.ops._scaled_linear import (
+    BY_ROWS,
     Fp8Recipe,
     Fp8State,
     as_recipe,
@@ -175,6 +176,12 @@ def layer_of(module: nn.Module) -> _Layer | None:
     """What a layer carries that multiplies 8-bit floats."""
     found = module.__dict__.get("_fp8")
     return found if isinstance(found, _Layer) else None
+
+
+def reads_rows(module: nn.Module) -> bool:
+    """Whether a layer multiplies the rows of x by powers of two, whose cast the producer of x may leave."""
+    layer = layer_of(module)
+    return layer is not None and layer.owner.recipe.how == BY_ROWS
 
 
 def _owned(module: nn.Module) -> _Layer | None:

@@ -6,6 +6,7 @@ for an RMS norm.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from operator import attrgetter
@@ -17,7 +18,18 @@ from torch import Tensor
 
 from warpsmith._core import checks
 from warpsmith._core.dropout import check_p, check_seed, draw_seed
-from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+from warpsmith._core.library import (
+    Gradients,
+    Saved,
+    Wants,
+    _without_wrapper,
+    call_raw,
+    differentiable,
+    raw,
+    register_fake,
+)
+from warpsmith.ops import _scaled_linear
+from warpsmith.ops._quantize import FLOATS, check_dtype
 
 _FLOAT32_EPS = torch.finfo(torch.float32).eps
 _FLOAT64_EPS = torch.finfo(torch.float64).eps
@@ -116,6 +128,13 @@ def norm(op: str) -> Callable:
     register_fake(op + "_inference", fake_inference)
     register_fake(op + "_backward", fake_backward)
 
+    def fake_fp8(*inputs: Any) -> tuple[Tensor, ...]:
+        x = inputs[0]
+        check_dtype(op, "x", x.dtype, FLOATS)
+        outputs, (rows,) = fake_forward(*inputs), _new_statistics(x).shape
+        made = ((rows, x.shape[-1]), torch.float8_e4m3fn), ((rows, 1), torch.float32), ((2,), torch.int64)
+        return *outputs, *(x.new_empty(shape, dtype=dtype) for shape, dtype in made)
+
     # What the raw backward takes between the incoming gradients and `want_dx`, and of `wants` after that.
     from_saved = attrgetter(*(n for n in backward_arguments if n not in ("dy", "dresidual_out") and n[:5] != "want_"))
     from_wants = attrgetter(*gradients)
@@ -185,9 +204,9 @@ def norm(op: str) -> Callable:
         return f"; torch's arguments, with normalized_shape, are those of warpsmith.nn.functional.{op}"
 
     kept = [n for n in arguments if n not in ("x", "residual")]
-    return differentiable(
+    build = functools.partial(
+        differentiable,
         op,
-        forward=forward,
         inference=inference,
         public=2 if residual else 1,
         rows=2 if residual else 1,
@@ -197,6 +216,31 @@ def norm(op: str) -> Callable:
         plain=plain,
         hint=hint,
     )
+    if not (layer or dropout):
+        register_fake(op + "_fp8", fake_fp8)
+        _with_cast[op] = functools.partial(build, forward=_leaving_cast(op), registers=False)
+    return build(forward=forward)
+
+
+_with_cast: dict[str, Callable[[], Callable]] = {}
+
+
+@functools.cache
+def with_cast(op: str) -> Callable:
+    """The function of an RMS norm that leaves the cast of y where layers of 8-bit floats look for that of their x.
+    Where there is no gradient to make nobody would find it, and none is made."""
+    return _with_cast[op]()
+
+
+def _leaving_cast(op: str) -> Callable:
+    forward = _without_wrapper(getattr(raw, op + "_fp8").default)
+
+    def and_cast(*inputs: Any) -> tuple[Tensor, ...]:
+        *outputs, data, scale, counts = forward(*inputs)
+        _scaled_linear.keep_rows(outputs[0], data, scale, counts)
+        return tuple(outputs)
+
+    return and_cast
 
 
 def dropout_seed(

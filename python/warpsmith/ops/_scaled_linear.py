@@ -328,6 +328,26 @@ def _nobody() -> None:
 
 
 of_rows, of_columns = _Shared(), _Shared()
+BY_ROWS = _OF_DEFAULTS["row"].how
+
+
+def may_keep_rows(x: Tensor) -> bool:
+    """Whether layers of what is made of x would find its cast: in eager mode, with gradients, without autocast (which
+    may give them another tensor)."""
+    return (
+        x.dtype in _quantize.FLOATS
+        and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+        and is_plain(x, x, None)
+        and not x.is_inference()
+        and _place(x) is not None
+    )
+
+
+def keep_rows(y: Tensor, data: Tensor, scale: Tensor, counts: Tensor) -> None:
+    """Keeps the cast of y's rows by powers of two that the producer of y made."""
+    of_columns.clear()
+    of_rows.keep(y, _place(y), BY_ROWS, data, scale, counts, None)
 
 
 # ---- fakes: the checks of csrc/bindings/linear_scaled.cpp, in its order

@@ -1,0 +1,76 @@
+"""The RMS norms that write their y as 8-bit floats too: the bits of the norm alone, and of the cast alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import warpsmith
+from warpsmith.testing import bitwise_equal, sim
+
+RAW = torch.ops.warpsmith
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# A row in the registers of a block, of 2 vectors a thread (rms_norm) or 4, at the edges of warps and of instances.
+FUSED = [1032, 2048, 2056, 4096, 4104, 12280, 12296, 16384]
+OTHERS = [1, 13, 64, 1000, 1024, 16392]  # by a kernel of their own, or no vectors
+
+
+def calls(op, columns, dtype, device, weight_dtype=None, offset=0.0):
+    """The norm and the same with a cast, of rows with all that a float may hold."""
+    generator = torch.Generator().manual_seed(columns)
+    x, residual = (torch.randn(9, columns, generator=generator) for _ in range(2))
+    x *= 10.0 ** torch.arange(-4, 5)[:, None]
+    x[1], residual[1] = 0, 0
+    x[2, columns // 2], x[3, -1], x[4, 0] = float("nan"), float("inf"), -float("inf")
+    x[5], residual[5] = -0.0, 0
+    x[6, columns - 1] = 3e4
+    weight = None if weight_dtype is None else torch.randn(columns, generator=generator).to(device, weight_dtype)
+    given = [t.to(device, dtype) for t in ((x, residual) if op.startswith("add") else (x,))]
+    given += [weight, 1e-5, offset]
+    return lambda kind: getattr(RAW, op + kind)(*given)
+
+
+def check(call):
+    """Returns how many kernels the norm with a cast launched."""
+    expected = call("_forward")
+    before = sim.launches() if sim.is_loaded() else 0
+    *found, data, scale, counts = call("_fp8")
+    launched = sim.launches() - before if sim.is_loaded() else 0
+    assert all(bitwise_equal(a, b) for a, b in zip(found, expected, strict=True))
+    wanted = warpsmith.quantize_fp8(found[0])
+    assert torch.equal(data.view(torch.uint8), wanted.data.view(torch.uint8)) and torch.equal(scale, wanted.scale)
+    assert torch.equal(counts, wanted.counts) and (counts.tolist()[1] > 0 or data.shape[1] == 1)
+    return launched
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", FUSED)
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+def test_one_kernel_writes_both(op, columns, dtype, device):
+    launched = check(calls(op, columns, dtype, device, dtype))
+    if sim.is_loaded():
+        in_shared_memory = op == "rms_norm" and columns in (8192, 12288)
+        assert launched == 1 + in_shared_memory
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("weight_dtype", "offset"), [(None, 0.0), (torch.float32, 0.0), (torch.bfloat16, 1.0)])
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+def test_weights(op, weight_dtype, offset, device):
+    check(calls(op, 2048, torch.bfloat16, device, weight_dtype, offset))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", OTHERS)
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+def test_rows_of_other_kernels_are_cast_behind_them(op, columns, dtype, device):
+    launched = check(calls(op, columns, dtype, device, dtype))
+    assert launched != 1 or not sim.is_loaded()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 2048), (3, 0)])
+def test_nothing_to_cast(shape, device):
+    _, _, data, scale, counts = RAW.rms_norm_fp8(torch.zeros(shape, device=device), None, 1e-5, 0.0)
+    assert data.shape == shape and counts.tolist() == [0, 0] and torch.equal(scale, torch.ones_like(scale))
