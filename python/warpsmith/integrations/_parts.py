@@ -188,9 +188,7 @@ def _rms_for(layer: Any, names: Sequence[str], x: Tensor, norm: Any) -> Tensor:
     return with_cast("rms_norm")(x, norm.weight, eps_of(norm), offset)
 
 
-def _sum_and_rms_for(
-    layer: Any, names: Sequence[str], x: Tensor, residual: Tensor, norm: Any
-) -> tuple[Tensor, Tensor]:
+def _sum_and_rms_for(layer: Any, names: Sequence[str], x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """The same of x + residual, and that sum."""
     offset = offset_of(norm)
     fits = x.dtype == residual.dtype or (residual.dtype == torch.float32 and x.element_size() == 2)
