@@ -9,7 +9,6 @@
 #include "bindings/support/library.h"
 #include "bindings/support/quantize.h"
 #include "bindings/support/rows.h"
-#include "bindings/support/scratch.h"
 #include "bindings/support/tensor.h"
 
 namespace warpsmith {
@@ -32,30 +31,11 @@ struct NormInputs {
 
 struct NormOutputs {
   Tensor y, residual_out, mean, rstd;  // outputs that the op lacks or that are not wanted have no storage
-  Tensor data, scale, counts;          // of y's cast, likewise
+  std::optional<RowsCast> cast;
 };
 
 // What an op gives beside its public outputs.
 enum class NormKind { inference, forward, fp8 };
-
-// Allocates the cast of y. Returns it as params of a kernel of its own, for where no norm writes it.
-QuantizeParams new_cast(const char* op, const Rows& x, const Tensor& like, NormOutputs* out, NormForwardParams* p) {
-  const int64_t sizes[2] = {x.rows, x.columns}, scales[2] = {x.rows, 1};
-  out->data = allocate(op, "data", sizes, 2, aoti_torch_dtype_float8_e4m3fn(), like);
-  out->scale = allocate(op, "scale", scales, 2, aoti_torch_dtype_float32(), like);
-  out->counts = zeros(op, "counts", 2, like, true);
-  p->cast = {static_cast<uint8_t*>(out->data.mutable_data_ptr()), static_cast<float*>(out->scale.mutable_data_ptr()),
-             static_cast<int64_t*>(out->counts.mutable_data_ptr())};
-  QuantizeParams q{};
-  q.x = out->y.const_data_ptr();
-  q.data = p->cast.data, q.scale = p->cast.scale, q.counts = p->cast.counts;
-  q.rows = x.rows, q.columns = q.x_stride = x.columns;
-  q.scaling = Fp8Scaling::row;
-  q.counts_are_zeros = true;
-  q.power_of_two = true;
-  q.dtype = p->dtype;
-  return q;
-}
 
 NormOutputs norm_forward(Norm norm, const NormInputs& in, NormKind kind) {
   const bool with_statistics = kind != NormKind::inference, with_cast = kind == NormKind::fp8;
@@ -84,15 +64,13 @@ NormOutputs norm_forward(Norm norm, const NormInputs& in, NormKind kind) {
   const bool with_mean = with_statistics && row_of(norm).layer;
   if (with_mean) out.mean = allocate_vector(op, "mean", x.rows, real_code(dtype), in.x);
   if (with_statistics) out.rstd = allocate_vector(op, "rstd", x.rows, real_code(dtype), in.x);
-  QuantizeParams cast{};
   if (with_cast) {
-    const OnDeviceOf device(in.x);
-    cast = new_cast(op, x, in.x, &out, &p);
+    out.cast = new_rows_cast(op, out.y, dtype, x.rows, x.columns);
+    p.cast = out.cast->to;
   }
   if (x.rows == 0 || x.columns == 0) {
     if (with_mean) torch::stable::zero_(out.mean);
     if (with_statistics) torch::stable::zero_(out.rstd);
-    if (with_cast) torch::stable::fill_(out.scale, 1.0);
     return out;
   }
   p.x = x.tensor.const_data_ptr();
@@ -116,11 +94,11 @@ NormOutputs norm_forward(Norm norm, const NormInputs& in, NormKind kind) {
       [&](void* stream) {
         bool has_cast = false;
         WARPSMITH_RETURN_IF_FAILED(norm_forward_cuda(p, stream, &has_cast));
-        return has_cast || !with_cast ? Status() : quantize_cuda(cast, stream);
+        return has_cast || !with_cast ? Status() : quantize_cuda(out.cast->behind, stream);
       },
       [&](const Parallel& threads) {
         WARPSMITH_RETURN_IF_FAILED(norm_forward_cpu(p, threads));
-        return with_cast ? quantize_cpu(cast, threads) : Status();
+        return with_cast ? quantize_cpu(out.cast->behind, threads) : Status();
       });
   return out;
 }
@@ -270,7 +248,7 @@ template <Norm op, NormKind kind> void forward(StableIValue* stack, uint64_t, ui
   if (kind != NormKind::inference && row.layer) results.write(out.mean);
   if (kind != NormKind::inference) results.write(out.rstd);
   if (kind != NormKind::fp8) return;
-  for (const Tensor* t : {&out.data, &out.scale, &out.counts}) results.write(*t);
+  for (const Tensor* t : {&out.cast->data, &out.cast->scale, &out.cast->counts}) results.write(*t);
 }
 
 template <Norm op> void backward(StableIValue* stack, uint64_t, uint64_t) {

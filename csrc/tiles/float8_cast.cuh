@@ -4,6 +4,7 @@
 
 #include "common/float8_scale.h"
 #include "device/float8.h"
+#include "device/reduce.h"
 #include "device/vector.h"
 
 // How values become 8-bit floats, for every kernel that writes them: x / scale, to nearest even; beyond the range the
@@ -83,6 +84,54 @@ __device__ __forceinline__ void add_counts(const Counts& mine, int64_t* totals) 
   if (threadIdx.x % 32 != 0) return;
   atomicAdd(reinterpret_cast<unsigned long long*>(totals), static_cast<unsigned long long>(saturated));
   atomicAdd(reinterpret_cast<unsigned long long*>(totals) + 1, static_cast<unsigned long long>(not_finite));
+}
+
+// Casts a row of y that the threads of a block hold, V vectors of 16 bytes each, and have stored, as `segments` of the
+// quantize family would. values_of(v, values) gives a vector's values, column_of(v) its first column, `stored` is where
+// the row lies. Called by all threads of whole warps; one barrier inside. `scratch`: a float a warp that no thread
+// still reads.
+template <class T, int V, class Values, class Column>
+__device__ __forceinline__ void cast_row(Values&& values_of, Column&& column_of, int columns, const T* stored,
+                                         const Float8Rows& to, int64_t row, float* scratch) {
+  constexpr int N = 16 / sizeof(T);
+  const int lane = static_cast<int>(threadIdx.x % 32), warps = static_cast<int>(blockDim.x / 32);
+  float amax = 0.0f;
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    if (column_of(v) >= columns) continue;
+    float values[N];
+    values_of(v, values);
+#pragma unroll
+    for (int k = 0; k < N; ++k) amax = fmaxf(amax, finite_magnitude(values[k]));
+  }
+  amax = device::group_max<32>(amax);
+  if (lane == 0) scratch[threadIdx.x / 32] = amax;
+  __syncthreads();
+  amax = device::group_max<32>(scratch[lane < warps ? lane : 0]);
+  const Divisor by = divisor(scale_of_amax(amax, kE4m3Limits, true));
+  if (threadIdx.x == 0) device::store(to.scale + row, by.scale);
+  uint8_t* const data = to.data + row * columns;
+  bool odd = false;
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    if (column_of(v) >= columns) continue;
+    float values[N];
+    values_of(v, values);
+    Vector<uint32_t, N / 4> bytes;
+    odd |= cast<float8_e4m3, true>(values, by, bytes);
+    device::store(reinterpret_cast<Vector<uint32_t, N / 4>*>(data + column_of(v)), bytes);
+  }
+  Counts counts;
+  if (odd) {  // elements that are not finite: once more, each alone, as this thread has stored them
+#pragma unroll 1
+    for (int i = 0; i < V * N; ++i) {
+      const int column = column_of(i / N) + i % N;
+      if (column >= columns) break;
+      device::store(data + column,
+                    repair<float8_e4m3>(device::to_float(device::load(stored + column)), by.scale, counts));
+    }
+  }
+  add_counts(counts, to.counts);
 }
 
 }  // namespace warpsmith::quantize

@@ -175,57 +175,6 @@ __device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const R
   }
 }
 
-// Casts a block's row of y, which its threads hold and have stored, as `segments` of the quantize family would. Called
-// by all threads, behind the barrier of the row's moments.
-template <int kBlockThreads, class T, int N, int V>
-__device__ __forceinline__ void cast_row(const Elements<T, N> (&y)[V], const T* stored, const NormCast& to, int64_t row,
-                                         int columns, const RowSlot<Scope::block>& at, float* scratch) {
-  const auto values_of = [&](int v, float (&values)[N]) {
-#pragma unroll
-    for (int k = 0; k < N; ++k) values[k] = y[v][k];
-  };
-  float amax[1] = {0};
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    float values[N];
-    values_of(v, values);
-#pragma unroll
-    for (int k = 0; k < N; ++k)
-      amax[0] = fmaxf(amax[0], at.template column<N>(v) < columns ? quantize::finite_magnitude(values[k]) : 0.f);
-  }
-  amax[0] = device::group_max<32>(amax[0]);
-  Exchange<Scope::block, 1, kBlockThreads, 1> exchange{scratch};
-  const float* all = exchange.arrive(amax);
-  exchange.wait();
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  amax[0] = device::group_max<32>(all[lane < at.row_threads / 32 ? lane : 0]);
-  const quantize::Divisor by = quantize::divisor(scale_of_amax(amax[0], kE4m3Limits, true));
-  if (at.lane == 0) device::store(to.scale + row, by.scale);
-  uint8_t* data = to.data + row * columns;
-  bool odd = false;
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    const int column = at.template column<N>(v);
-    if (column >= columns) continue;
-    float values[N];
-    values_of(v, values);
-    Vector<uint32_t, N / 4> bytes;
-    odd |= quantize::cast<float8_e4m3, true>(values, by, bytes);
-    device::store(vector_at<uint32_t, N / 4>(data + column, 0), bytes);
-  }
-  quantize::Counts counts;
-  if (odd) {  // elements that are not finite: once more, each alone, as this thread has stored them
-#pragma unroll 1
-    for (int i = 0; i < V * N; ++i) {
-      const int column = at.template column<N>(i / N) + i % N;
-      if (column >= columns) break;
-      const float value = device::to_float(device::load(stored + column));
-      device::store(data + column, quantize::repair<float8_e4m3>(value, by.scale, counts));
-    }
-  }
-  quantize::add_counts(counts, to.counts);
-}
-
 // The blocks per multiprocessor that a kernel's registers allow: one less with a cast of four vectors, which would
 // spill.
 template <class C, bool kCasts> constexpr int kBlocksWithCast =
@@ -374,9 +323,15 @@ __global__ void __launch_bounds__(C::instance.max_threads, kBlocksWithCast<C, kC
     layer_moments<S, kMaxThreads>(s, at, scratch, columns, inverse_columns, eps, then);
   else
     rms_moments<S, kMaxThreads>(s, at, scratch, inverse_columns, eps, then);
-  if constexpr (kCasts)
-    cast_row<kMaxThreads>(s[0], static_cast<const T*>(p.y) + first_row * p.columns, p.cast, first_row, columns, at,
-                          scratch + kScratch);
+  if constexpr (kCasts) {
+    const auto y = [&](int v, float (&values)[N]) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] = s[0][v][k];
+    };
+    quantize::cast_row<T, V>(
+        y, [&](int v) { return at.template column<N>(v); }, columns, static_cast<const T*>(p.y) + first_row * p.columns,
+        p.cast, first_row, scratch + kScratch);
+  }
 }
 
 // Any length, alignment and dtype, N elements at a time. Reads a row twice (three times for layer_norm), after the

@@ -3,6 +3,7 @@
 
 #include "common/dropout.h"
 #include "common/dtype.h"
+#include "common/float8_scale.h"
 #include "common/op_list.h"
 #include "common/parallel.h"
 #include "common/status.h"
@@ -25,13 +26,6 @@ constexpr NormRow row_of(Norm op) {
   return rows[static_cast<int>(op)];
 }
 
-// The rows of y as 8-bit floats of e4m3 by powers of two, with the bits that quantize_fp8(y, "row") gives.
-struct NormCast {
-  uint8_t* data = nullptr;    // [rows, columns], contiguous; null: not wanted
-  float* scale = nullptr;     // [rows]
-  int64_t* counts = nullptr;  // [2], to which is added: saturated elements (none), elements that are not finite
-};
-
 // With s = x, or s = dropout(x) + residual rounded to residual_dtype (what residual_out holds), for each row:
 //   rms:    y = s * rstd * (weight + weight_offset) + bias,           rstd = 1 / sqrt(mean(s^2) + eps)
 //   layer:  y = (s - mean(s)) * rstd * (weight + weight_offset) + bias,    rstd = 1 / sqrt(mean((s - mean(s))^2) + eps)
@@ -51,7 +45,7 @@ struct NormForwardParams {
   Dtype dtype = Dtype::float32;           // of x and y
   Dtype residual_dtype = Dtype::float32;  // dtype, or float32 beside a 16-bit dtype; dtype without a residual
   Dtype weight_dtype = Dtype::float32;    // dtype, or float32 beside a 16-bit dtype
-  NormCast cast = {};                     // beside y; CUDA alone
+  Float8Rows cast = {};                   // beside y; CUDA alone
 };
 
 // With s_hat = (s - mean) * rstd (mean = 0 for rms) and g = dy * (weight + weight_offset):

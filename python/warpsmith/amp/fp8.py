@@ -19,7 +19,6 @@ from warpsmith._core.pending import settle
 from warpsmith.amp.fp8_ranks import group_of_forward, require_same_layers
 from warpsmith.ops._linear import LINEAR, capability, under_autocast
 from warpsmith.ops._scaled_linear import (
-    BY_ROWS,
     Fp8Recipe,
     Fp8State,
     as_recipe,
@@ -27,6 +26,7 @@ from warpsmith.ops._scaled_linear import (
     in_fp8,
     is_emulated,
 )
+from warpsmith.ops._shared_casts import BY_ROWS
 from warpsmith.ops.linear import scaled_linear
 
 _OP, _LOAD = "fp8", "load_fp8_state"

@@ -27,9 +27,9 @@ from warpsmith.integrations._torch_parts import sum_and_layer
 from warpsmith.nn import Linear, functional
 from warpsmith.nn._linear import is_product
 from warpsmith.ops import _activated_linear
-from warpsmith.ops._norm import with_cast
 from warpsmith.ops._norm_linears import fits, norm_linears
 from warpsmith.ops._scaled_linear import may_keep_rows
+from warpsmith.ops._shared_casts import with_cast
 from warpsmith.ops.activation import bias_gelu, geglu, reglu, swiglu
 from warpsmith.ops.linear_loss import linear_cross_entropy
 from warpsmith.ops.norm import add_rms_norm, rms_norm
@@ -106,9 +106,12 @@ def _why_not_gated(module: nn.Module) -> str | None:
     return None if name in _GATED_OPS else f"its activation, {name}, is not fused"
 
 
-def _activated(mlp: Any, *products: Tensor, overwrite: bool = True) -> Tensor:
-    """What the activation makes of gate and up, apart or packed. The backward may write over them."""
+def _activated(mlp: Any, *products: Tensor, overwrite: bool = True, reader: Any = None) -> Tensor:
+    """What the activation makes of gate and up, apart or packed. The backward may write over them. ``reader``: the
+    layer that reads the result."""
     alone = overwrite and not any(t.requires_grad and t.is_leaf for t in products)
+    if reader is not None and may_keep_rows(products[0]) and _activation(mlp) in _SILU and reads_rows(reader):
+        return with_cast("swiglu")(*products, *(None,) * (2 - len(products)), alone)
     return _GATED_OPS[_activation(mlp)][0](*products, inplace_backward=alone)
 
 
@@ -118,7 +121,7 @@ def _down(mlp: Any, *products: Tensor, overwrite: bool = True) -> Tensor:
     if overwrite and len(products) == 2 and _is_plain(mlp.down_proj):
         if _activated_linear.fits(*products, mlp.down_proj.weight):
             return _activated_linear.activated_linear(*products, mlp.down_proj.weight, name, *extra)
-    return mlp.down_proj(_activated(mlp, *products, overwrite=overwrite))
+    return mlp.down_proj(_activated(mlp, *products, overwrite=overwrite, reader=mlp.down_proj))
 
 
 def _gated(*names: str, rest: Sequence[str] = ()) -> Callable[[Forward], Forward]:
@@ -177,7 +180,7 @@ def _gelu(first: str, *rest: str) -> Callable[[Forward], Forward]:
 
 def _feeds_fp8(layer: Any, names: Sequence[str], x: Tensor) -> bool:
     """Whether a norm of x, read by a layer's projections, of those named, may leave its cast to them."""
-    return any(reads_rows(getattr(layer, n)) for n in names if hasattr(layer, n)) and may_keep_rows(x)
+    return may_keep_rows(x) and any(reads_rows(getattr(layer, n)) for n in names if hasattr(layer, n))
 
 
 def _rms_for(layer: Any, names: Sequence[str], x: Tensor, norm: Any) -> Tensor:

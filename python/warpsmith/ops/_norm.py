@@ -22,14 +22,13 @@ from warpsmith._core.library import (
     Gradients,
     Saved,
     Wants,
-    _without_wrapper,
     call_raw,
     differentiable,
     raw,
     register_fake,
 )
-from warpsmith.ops import _scaled_linear
 from warpsmith.ops._quantize import FLOATS, check_dtype
+from warpsmith.ops._shared_casts import fake_rows, leave_cast
 
 _FLOAT32_EPS = torch.finfo(torch.float32).eps
 _FLOAT64_EPS = torch.finfo(torch.float64).eps
@@ -129,11 +128,9 @@ def norm(op: str) -> Callable:
     register_fake(op + "_backward", fake_backward)
 
     def fake_fp8(*inputs: Any) -> tuple[Tensor, ...]:
-        x = inputs[0]
-        check_dtype(op, "x", x.dtype, FLOATS)
-        outputs, (rows,) = fake_forward(*inputs), _new_statistics(x).shape
-        made = ((rows, x.shape[-1]), torch.float8_e4m3fn), ((rows, 1), torch.float32), ((2,), torch.int64)
-        return *outputs, *(x.new_empty(shape, dtype=dtype) for shape, dtype in made)
+        check_dtype(op, "x", inputs[0].dtype, FLOATS)
+        y, *others = fake_forward(*inputs)
+        return y, *others, *fake_rows(y)
 
     # What the raw backward takes between the incoming gradients and `want_dx`, and of `wants` after that.
     from_saved = attrgetter(*(n for n in backward_arguments if n not in ("dy", "dresidual_out") and n[:5] != "want_"))
@@ -218,29 +215,8 @@ def norm(op: str) -> Callable:
     )
     if not (layer or dropout):
         register_fake(op + "_fp8", fake_fp8)
-        _with_cast[op] = functools.partial(build, forward=_leaving_cast(op), registers=False)
+        leave_cast(op, build)
     return build(forward=forward)
-
-
-_with_cast: dict[str, Callable[[], Callable]] = {}
-
-
-@functools.cache
-def with_cast(op: str) -> Callable:
-    """The function of an RMS norm that leaves the cast of y where layers of 8-bit floats look for that of their x.
-    Where there is no gradient to make nobody would find it, and none is made."""
-    return _with_cast[op]()
-
-
-def _leaving_cast(op: str) -> Callable:
-    forward = _without_wrapper(getattr(raw, op + "_fp8").default)
-
-    def and_cast(*inputs: Any) -> tuple[Tensor, ...]:
-        *outputs, data, scale, counts = forward(*inputs)
-        _scaled_linear.keep_rows(outputs[0], data, scale, counts)
-        return tuple(outputs)
-
-    return and_cast
 
 
 def dropout_seed(
