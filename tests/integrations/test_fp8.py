@@ -105,3 +105,33 @@ def test_producers_cast_what_projections_read(family, dtype, monkeypatch):
                 model(**inputs_of(family)).loss.backward()
             assert layers.producers == 0
             done.undo()
+
+
+def test_producers_change_no_bit_of_a_training(monkeypatch):
+    """Steps of an optimizer, two micro-batches each, the second one's blocks checkpointed."""
+
+    def train():
+        model = small_model("llama").to(torch.bfloat16).train()
+        losses = []
+        with warpsmith.patch(model):
+            done = warpsmith.amp.fp8(model)
+            optimizer = warpsmith.optim.AdamW(model.parameters(), lr=1e-3)
+            for _ in range(2):
+                for micro_batch in range(2):
+                    if micro_batch:
+                        model.gradient_checkpointing_enable({"use_reentrant": False})
+                    loss = model(**inputs_of("llama"), use_cache=False).loss
+                    loss.backward()
+                    losses.append(loss.detach())
+                    model.gradient_checkpointing_disable()
+                optimizer.step()
+                optimizer.zero_grad()
+            counts = done.counts()
+            done.undo()
+        return losses, counts, list(model.parameters())
+
+    losses, counts, parameters = train()
+    monkeypatch.setattr("warpsmith.integrations._parts.reads_rows", lambda layer: False)
+    expected, expected_counts, plain = train()
+    assert losses == expected and counts == expected_counts
+    assert all(torch.equal(a, b) for a, b in zip(parameters, plain, strict=True))

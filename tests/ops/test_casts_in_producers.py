@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import warpsmith
@@ -97,7 +99,7 @@ def test_bytes_moved_beside_the_op():
         (calls("add_rms_norm", columns, torch.bfloat16, "cpu"), 4),
         (swiglu_calls((9, columns), torch.bfloat16, "cpu", False), 3),
     ):
-        plain, cast = (sum(sim.counted(lambda kind=kind: call(kind))[1]) for kind in ("_forward", "_fp8"))
+        plain, cast = (sum(sim.counted(functools.partial(call, kind))[1]) for kind in ("_forward", "_fp8"))
         assert plain >= 9 * columns * 2 * elements
         more = cast - plain - 9 * (columns + 4)
         assert 0 <= more <= 3 * 32 * 64 * 4, "beside bytes and scales only rows that are not finite are read again"
