@@ -3,6 +3,7 @@
 #include "bindings/support/device.h"
 #include "bindings/support/flag.h"
 #include "bindings/support/library.h"
+#include "bindings/support/quantize.h"
 #include "bindings/support/rows.h"
 #include "bindings/support/tensor.h"
 #include "kernels/activation/activation.h"
@@ -48,10 +49,14 @@ std::vector<int64_t> gated_shape(const Tensor& gate, int64_t columns) {
   return shape;
 }
 
-Tensor gated_forward(Gated op, const Tensor& gate, const std::optional<Tensor>& up, bool tanh) {
+// cast: filled with that of y; null: not wanted.
+Tensor gated_forward(Gated op, const Tensor& gate, const std::optional<Tensor>& up, bool tanh,
+                     std::optional<RowsCast>* cast = nullptr) {
+  if (cast) narrow_dtype(name(op), "gate", gate);
   const GatedRows r = gated_rows(name(op), gate, up);
   const std::vector<int64_t> shape = gated_shape(gate, r.columns);
   Tensor y = allocate(name(op), "y", shape.data(), gate.dim(), dtype_code(gate), gate);
+  if (cast) *cast = new_rows_cast(name(op), y, r.dtype, r.gate.rows, r.columns);
   if (r.gate.rows == 0 || r.columns == 0) return y;
   const GatedFwdParams p{r.gate.tensor.const_data_ptr(),
                          r.up,
@@ -61,11 +66,26 @@ Tensor gated_forward(Gated op, const Tensor& gate, const std::optional<Tensor>& 
                          r.gate.stride,
                          r.up_stride,
                          tanh,
-                         r.dtype};
+                         r.dtype,
+                         cast ? (*cast)->to : Float8Rows{}};
   run_on(
-      name(op), gate, [&](void* stream) { return gated_forward_cuda(op, p, stream); },
-      [&](const Parallel& threads) { return gated_forward_cpu(op, p, threads); });
+      name(op), gate,
+      [&](void* stream) {
+        bool has_cast = false;
+        WARPSMITH_RETURN_IF_FAILED(gated_forward_cuda(op, p, stream, &has_cast));
+        return has_cast || !cast ? Status() : quantize_cuda((*cast)->behind, stream);
+      },
+      [&](const Parallel& threads) {
+        WARPSMITH_RETURN_IF_FAILED(gated_forward_cpu(op, p, threads));
+        return cast ? quantize_cpu((*cast)->behind, threads) : Status();
+      });
   return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_fp8(Tensor gate, std::optional<Tensor> up, bool) {
+  std::optional<RowsCast> cast;
+  const Tensor y = gated_forward(Gated::swiglu, gate, up, false, &cast);
+  return {y, cast->data, cast->scale, cast->counts};
 }
 
 // Where a gradient is written; null: not wanted.
@@ -197,6 +217,9 @@ WARPSMITH_SCHEMAS(m) {
 #define WARPSMITH_ROW(op, function, flag) def(#op, WARPSMITH_FLAG_SCHEMA_##flag);
   WARPSMITH_GATED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
+  m.def(
+      "swiglu_fp8(Tensor gate, Tensor? up, bool inplace_backward) -> (Tensor y, Tensor data, Tensor scale, Tensor "
+      "counts)");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
@@ -211,6 +234,7 @@ WARPSMITH_IMPLEMENTATIONS(m) {
   }
   WARPSMITH_GATED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
+  m.impl("swiglu_fp8", TORCH_BOX(&swiglu_fp8));
 }
 
 }  // namespace

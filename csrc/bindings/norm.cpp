@@ -7,6 +7,7 @@
 #include "bindings/support/device.h"
 #include "bindings/support/dropout.h"
 #include "bindings/support/library.h"
+#include "bindings/support/quantize.h"
 #include "bindings/support/rows.h"
 #include "bindings/support/tensor.h"
 
@@ -30,11 +31,16 @@ struct NormInputs {
 
 struct NormOutputs {
   Tensor y, residual_out, mean, rstd;  // outputs that the op lacks or that are not wanted have no storage
+  std::optional<RowsCast> cast;
 };
 
-NormOutputs norm_forward(Norm norm, const NormInputs& in, bool with_statistics) {
+// What an op gives beside its public outputs.
+enum class NormKind { inference, forward, fp8 };
+
+NormOutputs norm_forward(Norm norm, const NormInputs& in, NormKind kind) {
+  const bool with_statistics = kind != NormKind::inference, with_cast = kind == NormKind::fp8;
   const char* const op = name(norm);
-  const Dtype dtype = float_dtype(op, "x", in.x);
+  const Dtype dtype = with_cast ? narrow_dtype(op, "x", in.x) : float_dtype(op, "x", in.x);
   const Rows x = as_rows(op, "x", in.x);
   NormForwardParams p;
   p.op = norm;
@@ -58,6 +64,10 @@ NormOutputs norm_forward(Norm norm, const NormInputs& in, bool with_statistics) 
   const bool with_mean = with_statistics && row_of(norm).layer;
   if (with_mean) out.mean = allocate_vector(op, "mean", x.rows, real_code(dtype), in.x);
   if (with_statistics) out.rstd = allocate_vector(op, "rstd", x.rows, real_code(dtype), in.x);
+  if (with_cast) {
+    out.cast = new_rows_cast(op, out.y, dtype, x.rows, x.columns);
+    p.cast = out.cast->to;
+  }
   if (x.rows == 0 || x.columns == 0) {
     if (with_mean) torch::stable::zero_(out.mean);
     if (with_statistics) torch::stable::zero_(out.rstd);
@@ -80,8 +90,16 @@ NormOutputs norm_forward(Norm norm, const NormInputs& in, bool with_statistics) 
   p.eps = in.eps;
   p.weight_offset = in.weight_offset;
   run_on(
-      op, in.x, [&](void* stream) { return norm_forward_cuda(p, stream); },
-      [&](const Parallel& threads) { return norm_forward_cpu(p, threads); });
+      op, in.x,
+      [&](void* stream) {
+        bool has_cast = false;
+        WARPSMITH_RETURN_IF_FAILED(norm_forward_cuda(p, stream, &has_cast));
+        return has_cast || !with_cast ? Status() : quantize_cuda(out.cast->behind, stream);
+      },
+      [&](const Parallel& threads) {
+        WARPSMITH_RETURN_IF_FAILED(norm_forward_cpu(p, threads));
+        return with_cast ? quantize_cpu(out.cast->behind, threads) : Status();
+      });
   return out;
 }
 
@@ -212,7 +230,7 @@ class Results {
   StableIValue* next_;
 };
 
-template <Norm op, bool with_statistics> void forward(StableIValue* stack, uint64_t, uint64_t) {
+template <Norm op, NormKind kind> void forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr NormRow row = row_of(op);
   Arguments arguments(stack);
   const NormInputs in{.x = arguments.read<Tensor>(),
@@ -223,12 +241,14 @@ template <Norm op, bool with_statistics> void forward(StableIValue* stack, uint6
                       .p = arguments.read_if<double>(row.dropout),
                       .eps = arguments.read<double>(),
                       .weight_offset = arguments.read_if<double>(!row.layer)};
-  const NormOutputs out = norm_forward(op, in, with_statistics);
+  const NormOutputs out = norm_forward(op, in, kind);
   Results results(stack);
   results.write(out.y);
   if (row.residual) results.write(out.residual_out);
-  if (with_statistics && row.layer) results.write(out.mean);
-  if (with_statistics) results.write(out.rstd);
+  if (kind != NormKind::inference && row.layer) results.write(out.mean);
+  if (kind != NormKind::inference) results.write(out.rstd);
+  if (kind != NormKind::fp8) return;
+  for (const Tensor* t : {&out.cast->data, &out.cast->scale, &out.cast->counts}) results.write(*t);
 }
 
 template <Norm op> void backward(StableIValue* stack, uint64_t, uint64_t) {
@@ -257,21 +277,25 @@ template <Norm op> void backward(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // g++ 12 does not instantiate a function whose address only a template takes.
-#define WARPSMITH_ROW(op, ...)                                               \
-  template void forward<Norm::op, true>(StableIValue*, uint64_t, uint64_t);  \
-  template void forward<Norm::op, false>(StableIValue*, uint64_t, uint64_t); \
+#define WARPSMITH_ROW(op, ...)                                                             \
+  template void forward<Norm::op, NormKind::inference>(StableIValue*, uint64_t, uint64_t); \
+  template void forward<Norm::op, NormKind::forward>(StableIValue*, uint64_t, uint64_t);   \
   template void backward<Norm::op>(StableIValue*, uint64_t, uint64_t);
 WARPSMITH_NORM_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
+template void forward<Norm::rms_norm, NormKind::fp8>(StableIValue*, uint64_t, uint64_t);
+template void forward<Norm::add_rms_norm, NormKind::fp8>(StableIValue*, uint64_t, uint64_t);
 
 std::string text_if(bool there, const char* text) { return there ? text : ""; }
 
-std::string forward_schema(Norm op, const char* suffix, bool with_statistics) {
+std::string forward_schema(Norm op, const char* suffix, NormKind kind) {
+  const bool with_statistics = kind != NormKind::inference, with_cast = kind == NormKind::fp8;
   const auto [layer, residual, dropout] = row_of(op);
   return std::string(name(op)) + suffix + "(Tensor x, " + text_if(residual, "Tensor residual, ") + "Tensor? weight, " +
          text_if(layer, "Tensor? bias, ") + text_if(dropout, "Tensor? seed, float p, ") + "float eps" +
          text_if(!layer, ", float weight_offset") + ") -> (Tensor y" + text_if(residual, ", Tensor residual_out") +
-         text_if(with_statistics && layer, ", Tensor mean") + text_if(with_statistics, ", Tensor rstd") + ")";
+         text_if(with_statistics && layer, ", Tensor mean") + text_if(with_statistics, ", Tensor rstd") +
+         text_if(with_cast, ", Tensor data, Tensor scale, Tensor counts") + ")";
 }
 
 std::string backward_schema(Norm op) {
@@ -285,23 +309,26 @@ std::string backward_schema(Norm op) {
 }
 
 WARPSMITH_SCHEMAS(m) {
-#define WARPSMITH_ROW(op, ...)                                  \
-  m.def(forward_schema(Norm::op, "", true).c_str());            \
-  m.def(forward_schema(Norm::op, "_forward", true).c_str());    \
-  m.def(forward_schema(Norm::op, "_inference", false).c_str()); \
+#define WARPSMITH_ROW(op, ...)                                                \
+  m.def(forward_schema(Norm::op, "", NormKind::forward).c_str());             \
+  m.def(forward_schema(Norm::op, "_forward", NormKind::forward).c_str());     \
+  m.def(forward_schema(Norm::op, "_inference", NormKind::inference).c_str()); \
   m.def(backward_schema(Norm::op).c_str());
   WARPSMITH_NORM_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
+  for (const Norm op : {Norm::rms_norm, Norm::add_rms_norm}) m.def(forward_schema(op, "_fp8", NormKind::fp8).c_str());
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
-#define WARPSMITH_ROW(op, ...)                         \
-  m.impl(#op, &forward<Norm::op, true>);               \
-  m.impl(#op "_forward", &forward<Norm::op, true>);    \
-  m.impl(#op "_inference", &forward<Norm::op, false>); \
+#define WARPSMITH_ROW(op, ...)                                       \
+  m.impl(#op, &forward<Norm::op, NormKind::forward>);                \
+  m.impl(#op "_forward", &forward<Norm::op, NormKind::forward>);     \
+  m.impl(#op "_inference", &forward<Norm::op, NormKind::inference>); \
   m.impl(#op "_backward", &backward<Norm::op>);
   WARPSMITH_NORM_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
+  m.impl("rms_norm_fp8", &forward<Norm::rms_norm, NormKind::fp8>);
+  m.impl("add_rms_norm_fp8", &forward<Norm::add_rms_norm, NormKind::fp8>);
 }
 
 }  // namespace

@@ -147,6 +147,26 @@ Casts cast_fp8(const Tensor& x_any, const std::optional<Tensor>& given_any, cons
   return casts;
 }
 
+RowsCast new_rows_cast(const char* op, const Tensor& y, Dtype dtype, int64_t rows, int64_t columns) {
+  const int64_t sizes[2] = {rows, columns}, scales[2] = {rows, 1};
+  const OnDeviceOf device(y);
+  RowsCast c;
+  c.data = allocate(op, "data", sizes, 2, byte_code(false), y);
+  c.scale = allocate(op, "scale", scales, 2, aoti_torch_dtype_float32(), y);
+  c.counts = zeros(op, "counts", 2, y, true);
+  if (rows == 0 || columns == 0) torch::stable::fill_(c.scale, 1.0);
+  c.to = {static_cast<uint8_t*>(c.data.mutable_data_ptr()), static_cast<float*>(c.scale.mutable_data_ptr()),
+          static_cast<int64_t*>(c.counts.mutable_data_ptr())};
+  c.behind = {};
+  c.behind.x = y.const_data_ptr();
+  c.behind.data = c.to.data, c.behind.scale = c.to.scale, c.behind.counts = c.to.counts;
+  c.behind.rows = rows, c.behind.columns = c.behind.x_stride = columns;
+  c.behind.scaling = Fp8Scaling::row;
+  c.behind.counts_are_zeros = c.behind.power_of_two = true;
+  c.behind.dtype = dtype;
+  return c;
+}
+
 Quantized quantize_fp8(Tensor x, std::optional<Tensor> given, int64_t scaling, int64_t transpose, ScalarType dtype,
                        bool power_of_two, bool column_sums) {
   narrow_dtype(kQuantize, "x", x);

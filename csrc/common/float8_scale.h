@@ -34,6 +34,14 @@ WARPSMITH_HOST_DEVICE uint32_t bits_of(float x) {
 }
 }  // namespace detail
 
+// Where the producer of y writes the rows of y as 8-bit floats of e4m3 by powers of two, with the bits that
+// quantize_fp8(y, "row") gives.
+struct Float8Rows {
+  uint8_t* data = nullptr;    // [rows, columns], contiguous; null: not wanted
+  float* scale = nullptr;     // [rows]
+  int64_t* counts = nullptr;  // [2], to which is added: saturated elements (none), elements that are not finite
+};
+
 constexpr uint32_t kLeastScaleBits = 1u << 23;  // 2^-126: a smaller scale would have no finite reciprocal
 
 // The least scale with amax / scale <= the format's largest value, so that nothing saturates: a power of two, or the

@@ -12,13 +12,19 @@ from tests.integrations.families import ALL, FAMILIES, inputs_of, small_model
 
 
 class Layers(TorchDispatchMode):
-    """How many forwards of 8-bit layers ran."""
+    """How many forwards of 8-bit layers ran, how many of them cast x, and how many producers did."""
 
-    count = 0
+    count = casts = producers = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.count += op is torch.ops.warpsmith.scaled_linear_forward.default
+        is_layer = op is torch.ops.warpsmith.scaled_linear_forward.default
+        self.count += is_layer
+        self.casts += is_layer and args[LAYER.index("x_data")] is None
+        self.producers += op._schema.name.endswith("_fp8")
         return op(*args, **(kwargs or {}))
+
+
+LAYER = [a.name for a in torch.ops.warpsmith.scaled_linear_forward.default._schema.arguments]
 
 
 def step(model, family):
@@ -67,3 +73,65 @@ def test_the_order_of_undoing_does_not_matter(family):
             one.undo()
         loss, gradients, count = step(model, family)
         assert loss == plain_loss and count == 0 and all(torch.equal(gradients[n], plain[n]) for n in plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3"])
+def test_producers_cast_what_projections_read(family, dtype, monkeypatch):
+    model = small_model(family).to(dtype)
+    blocks = model.config.num_hidden_layers
+    with warpsmith.patch(model):
+        done = warpsmith.amp.fp8(model)
+        with Layers() as layers:
+            model(**inputs_of(family)).loss.detach()
+        casts = (2 if family == "gemma2" else 1) * blocks  # of what attention gives, and geglu
+        assert (layers.producers, layers.casts) == (4 * blocks - casts, casts)
+        loss, gradients, _ = step(model, family)
+        monkeypatch.setattr("warpsmith.integrations._parts.reads_rows", lambda layer: False)
+        with Layers() as layers:
+            model(**inputs_of(family)).loss.detach()
+        assert (layers.producers, layers.casts) == (0, 4 * blocks)
+        without, expected, _ = step(model, family)
+        monkeypatch.undo()
+        assert loss == without and all(torch.equal(gradients[n], expected[n]) for n in expected)
+        for quiet in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+            with quiet, Layers() as layers:
+                model(**inputs_of(family))
+            assert layers.producers == 0
+        done.undo()
+        for recipe in ("tensor", "block", warpsmith.amp.Fp8Recipe("row", power_of_two=False)):
+            done = warpsmith.amp.fp8(model, recipe)
+            with Layers() as layers:
+                model(**inputs_of(family)).loss.backward()
+            assert layers.producers == 0
+            done.undo()
+
+
+def test_producers_change_no_bit_of_a_training(monkeypatch):
+    """Steps of an optimizer, two micro-batches each, the second one's blocks checkpointed."""
+
+    def train():
+        model = small_model("llama").to(torch.bfloat16).train()
+        losses = []
+        with warpsmith.patch(model):
+            done = warpsmith.amp.fp8(model)
+            optimizer = warpsmith.optim.AdamW(model.parameters(), lr=1e-3)
+            for _ in range(2):
+                for micro_batch in range(2):
+                    if micro_batch:
+                        model.gradient_checkpointing_enable({"use_reentrant": False})
+                    loss = model(**inputs_of("llama"), use_cache=False).loss
+                    loss.backward()
+                    losses.append(loss.detach())
+                    model.gradient_checkpointing_disable()
+                optimizer.step()
+                optimizer.zero_grad()
+            counts = done.counts()
+            done.undo()
+        return losses, counts, list(model.parameters())
+
+    losses, counts, parameters = train()
+    monkeypatch.setattr("warpsmith.integrations._parts.reads_rows", lambda layer: False)
+    expected, expected_counts, plain = train()
+    assert losses == expected and counts == expected_counts
+    assert all(torch.equal(a, b) for a, b in zip(parameters, plain, strict=True))

@@ -130,6 +130,10 @@ def _below_the_package():
     for scaling in range(3):
         raw.scaled_linear_cast(torch.randn(32, 16), scaling, True, True)
     raw.fp8_scale(raw.fp8_amax(torch.randn(5, 3), True), torch.float8_e5m2, True)
+    ones, weight = torch.ones(5, 3), torch.tensor([1.0, 0.5, 0.25])  # whose y has the same bytes in every dtype
+    raw.rms_norm_fp8(ones, weight, 1e-5, 0.0)
+    raw.add_rms_norm_fp8(ones, ones, weight, 1e-5, 0.0)
+    raw.swiglu_fp8(64 * ones, ones * weight, False)
     for row in families.rows("GATED"):
         tanh = (False,) if "tanh" in row.arguments else ()
         getattr(raw, f"{row.name}_backward_with_output_")(*(torch.randn(5, 8) for _ in range(3)), *tanh)

@@ -34,6 +34,14 @@ struct Casts {
 };
 Casts cast_fp8(const Tensor& x, const std::optional<Tensor>& scale, const CastOptions& options);
 
+// What the producer of y writes as the cast of its rows, and the params of a cast behind it, where it does not.
+struct RowsCast {
+  Tensor data, scale, counts;
+  Float8Rows to;
+  QuantizeParams behind;
+};
+RowsCast new_rows_cast(const char* op, const Tensor& y, Dtype dtype, int64_t rows, int64_t columns);
+
 Tensor dequantize_fp8(Tensor data, Tensor scale, ScalarType dtype);
 Tensor fp8_amax(Tensor x, bool by_row);
 // A contiguous matrix of bytes, transposed; rows_to: with so many rows, the last of zeros.

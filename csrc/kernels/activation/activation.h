@@ -3,6 +3,7 @@
 
 #include "common/dropout.h"
 #include "common/dtype.h"
+#include "common/float8_scale.h"
 #include "common/op_list.h"
 #include "common/parallel.h"
 #include "common/status.h"
@@ -24,6 +25,7 @@ struct GatedFwdParams {
   int64_t rows, columns, gate_stride, up_stride;
   bool tanh;  // the op's flag; read only if its row has one
   Dtype dtype;
+  Float8Rows cast = {};  // of y, beside it; CUDA alone
 };
 
 // dgate = dy * up * f'(gate), dup = dy * f(gate). dgate may be gate and dup may be up. With y, both are wanted.
@@ -39,7 +41,8 @@ struct GatedBwdParams {
   void* y = nullptr;  // as in the forward, with its bits, but rows dy_stride apart; may be dy; null: not wanted
 };
 
-Status gated_forward_cuda(Gated op, const GatedFwdParams& params, void* stream);
+// has_cast: set to whether params.cast was written too: by swiglu, of rows that fit (gated_row_threads).
+Status gated_forward_cuda(Gated op, const GatedFwdParams& params, void* stream, bool* has_cast = nullptr);
 Status gated_forward_cpu(Gated op, const GatedFwdParams& params, const Parallel& parallel);
 Status gated_backward_cuda(Gated op, const GatedBwdParams& params, void* stream);
 Status gated_backward_cpu(Gated op, const GatedBwdParams& params, const Parallel& parallel);

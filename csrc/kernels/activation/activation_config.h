@@ -42,6 +42,18 @@ constexpr ElementwiseConfig choose_elementwise(const ElementwiseProblem& p) {
   return c;
 }
 
+// ---- gated with the cast of y: a row a block, each thread of which holds up to kGatedRowVectors vectors of it.
+
+constexpr int kGatedRowVectors = 4, kGatedRowThreads = 512;
+
+// The threads of such a block; 0: rows do not fit, and the cast is a pass behind.
+constexpr int gated_row_threads(int64_t columns, int element_bytes, bool aligned) {
+  const int most = 16 / element_bytes;
+  if (!aligned || element_bytes != 2 || columns % most) return 0;
+  const int64_t threads = ceil_div(ceil_div(columns / most, kGatedRowVectors), 32) * 32;
+  return threads <= kGatedRowThreads ? static_cast<int>(threads) : 0;
+}
+
 // ---- biased: a block is a tile of `width` vectors times threads / width rows.
 
 struct BiasedProblem {

@@ -1,5 +1,6 @@
 #pragma once
 #include "kernels/norm/row.cuh"
+#include "tiles/float8_cast.cuh"
 
 // The forward kernels of the norm family: templates over the op, the storage types T (x and y) and R (residual), and
 // the threads per row. Statistics are float and summed in a fixed order.
@@ -174,19 +175,27 @@ __device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const R
   }
 }
 
+// The blocks per multiprocessor that a kernel's registers allow: one less with a cast of four vectors, which would
+// spill.
+template <class C, bool kCasts> constexpr int kBlocksWithCast =
+    kMinBlocks<C> - (kCasts && C::instance.vectors == 4 ? 1 : 0);
+
 // One row per group, block or cluster, in registers: at most row_threads * V * N columns. A group works on U rows.
 //
 // Reads x (and residual) once. Writes y (and residual_out), mean and rstd once. Reads weight and bias once per row
 // (once per U rows in a group), from a cache: together with x in groups, and in rms_norm's blocks with two vectors per
 // thread; while the sums are exchanged otherwise, and always with a residual. The row stays packed until y is computed,
 // because registers decide how many rows are in flight.
-template <class Op, class T, class R, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
+//
+// kCasts (norm_casts): writes also a byte an element and 4 bytes a row of p.cast, by one more exchange.
+template <class Op, class T, class R, class C, bool kCasts>
+__global__ void __launch_bounds__(C::instance.max_threads, kBlocksWithCast<C, kCasts>)
     forward_registers(NormForwardParams p, int lanes) {
   constexpr int V = C::instance.vectors, U = C::instance.rows, kMaxThreads = C::instance.max_threads, N = kVector<T>;
   constexpr Scope S = C::instance.scope;
   constexpr bool kWeightWithX = !Op::kResidual && (S == Scope::group || (!Op::kLayer && V <= 2));
   constexpr int kScratch = Exchange<S, kMomentValues<Op>, kMaxThreads, 1>::kFloats;
-  WARPSMITH_SHARED(float, scratch, kScratch);
+  WARPSMITH_SHARED(float, scratch, kCasts ? 2 * kScratch : kScratch);
   const RowSlot<S> at(lanes);
   if constexpr (S == Scope::cluster) device::cluster_arrive();
   const int columns = static_cast<int>(p.columns);
@@ -298,7 +307,12 @@ template <class Op, class T, class R, class C> __global__ void __launch_bounds__
             else
               y.at[k] = s[u][v][k] * m[u].rstd * scale;
           }
-          if (is_row(u) && is_column(v)) store_elements(y_row[u], column, rounded<T>(y));
+          if constexpr (kCasts) {
+            s[u][v] = rounded<T>(y);
+            if (is_column(v)) store_elements(y_row[u], column, s[u][v]);
+          } else if (is_row(u) && is_column(v)) {
+            store_elements(y_row[u], column, rounded<T>(y));
+          }
         }
         if constexpr (!kLoaded)
           if (v + kAhead < V) request(v + kAhead);
@@ -309,6 +323,15 @@ template <class Op, class T, class R, class C> __global__ void __launch_bounds__
     layer_moments<S, kMaxThreads>(s, at, scratch, columns, inverse_columns, eps, then);
   else
     rms_moments<S, kMaxThreads>(s, at, scratch, inverse_columns, eps, then);
+  if constexpr (kCasts) {
+    const auto y = [&](int v, float (&values)[N]) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] = s[0][v][k];
+    };
+    quantize::cast_row<T, V>(
+        y, [&](int v) { return at.template column<N>(v); }, columns, static_cast<const T*>(p.y) + first_row * p.columns,
+        p.cast, first_row, scratch + kScratch);
+  }
 }
 
 // Any length, alignment and dtype, N elements at a time. Reads a row twice (three times for layer_norm), after the

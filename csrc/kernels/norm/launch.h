@@ -13,7 +13,7 @@
 namespace warpsmith::norm {
 
 // Not for kernel looped, which norm.cu launches.
-template <class T> Status launch_forward(const NormConfig& c, const NormForwardParams& p, void* stream);
+template <class T> Status launch_forward(const NormConfig& c, const NormForwardParams& p, bool casts, void* stream);
 template <class T> Status launch_backward(const NormConfig& c, const NormBackwardParams& p, void* stream);
 
 // The part of a problem that an op's types decide: enough to make a list of instances.

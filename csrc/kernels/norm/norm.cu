@@ -74,17 +74,19 @@ Status sum_partial_rows(const NormSumConfig& c, const NormBackwardParams& p, int
 }  // namespace
 }  // namespace norm
 
-Status norm_forward_cuda(const NormForwardParams& p, void* stream) {
+Status norm_forward_cuda(const NormForwardParams& p, void* stream, bool* has_cast) {
   using namespace norm;
   NormProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p, &problem));
   const NormConfig c = choose_norm_forward(problem);
+  const bool casts = p.cast.data && on_16_bytes(p.cast.data) && norm_casts(problem, c);
+  if (has_cast) *has_cast = casts;
   if (c.kernel == NormKernel::looped)
     return visit_looped(p.op, [&]<class Op>() {
       return launch(c.vector_elems == 1 ? forward_looped<Op, 1> : forward_looped<Op, 4>, grid_of(c), stream, p,
                     c.lanes);
     });
-  return visit_cuda_dtype(p.dtype, [&]<class T>() { return launch_forward<T>(c, p, stream); });
+  return visit_cuda_dtype(p.dtype, [&]<class T>() { return launch_forward<T>(c, p, casts, stream); });
 }
 
 Status norm_partial_rows_cuda(const NormBackwardParams& p, int64_t* partial_rows) {

@@ -3,6 +3,7 @@
 
 #include "common/dropout.h"
 #include "common/dtype.h"
+#include "common/float8_scale.h"
 #include "common/op_list.h"
 #include "common/parallel.h"
 #include "common/status.h"
@@ -44,6 +45,7 @@ struct NormForwardParams {
   Dtype dtype = Dtype::float32;           // of x and y
   Dtype residual_dtype = Dtype::float32;  // dtype, or float32 beside a 16-bit dtype; dtype without a residual
   Dtype weight_dtype = Dtype::float32;    // dtype, or float32 beside a 16-bit dtype
+  Float8Rows cast = {};                   // beside y; CUDA alone
 };
 
 // With s_hat = (s - mean) * rstd (mean = 0 for rms) and g = dy * (weight + weight_offset):
@@ -73,7 +75,8 @@ struct NormBackwardParams {
   Dtype weight_dtype = Dtype::float32;
 };
 
-Status norm_forward_cuda(const NormForwardParams& params, void* stream);
+// has_cast: set to whether params.cast was written too, which not every kernel does (norm_casts).
+Status norm_forward_cuda(const NormForwardParams& params, void* stream, bool* has_cast = nullptr);
 Status norm_forward_cpu(const NormForwardParams& params, const Parallel& parallel);
 Status norm_backward_cuda(const NormBackwardParams& params, void* stream);
 Status norm_backward_cpu(const NormBackwardParams& params, const Parallel& parallel);

@@ -1,94 +1,13 @@
 #pragma once
-#include <cfloat>
-#include <cstdint>
-
-#include "common/float8_scale.h"
-#include "device/float8.h"
 #include "device/packed.h"
-#include "device/vector.h"
+#include "tiles/float8_cast.cuh"
 
-// How values become 8-bit floats, for every kernel of the family: x / scale, to nearest even; beyond the range the
-// largest value. Of values that are not finite e5m2 keeps infinities; all others become NaN, 0x7f.
+// How the family's kernels load values and store bytes.
 namespace warpsmith::quantize {
-
-using device::Vector;
-
-template <class F> constexpr Float8Limits kLimits = kE4m3Limits;
-template <> inline constexpr Float8Limits kLimits<float8_e5m2> = kE5m2Limits;
-
-// What a thread has seen, until add_counts.
-struct Counts {
-  unsigned saturated = 0, not_finite = 0;
-  __device__ __forceinline__ void add(const Counts& more) {
-    saturated += more.saturated;
-    not_finite += more.not_finite;
-  }
-};
-
-// |x|, or 0 where x is not finite.
-__device__ __forceinline__ float finite_magnitude(float x) {
-  const float m = fabsf(x);
-  return m <= FLT_MAX ? m : 0.0f;
-}
-
-// The divisor of values: a power of two has an exact reciprocal. Others, between 2^-60 and 2^60, have one whose
-// products cast() corrects; scales beyond have NaN, which leaves every value to repair().
-struct Divisor {
-  float scale, reciprocal;
-};
-__device__ __forceinline__ Divisor divisor(float scale) {
-  if (has_exact_reciprocal(scale)) return {scale, reciprocal_of(scale)};
-  return {scale, scale >= 0x1p-60f && scale <= 0x1p60f ? 1.0f / scale : __uint_as_float(0x7fffffffu)};
-}
-
-// N values, a multiple of 4, as bytes in their order, where all are within the range. Returns whether one is not: then
-// repair() must follow. Two corrections by the remainder make a quotient the nearest float (Markstein, "Computation of
-// elementary functions on the IBM RISC System/6000 processor", 1990), at a fifth of the code of a division.
-// kExact: d has an exact reciprocal, and nothing else of it is read.
-template <class F, bool kExact = false, int N>
-__device__ __forceinline__ bool cast(const float (&x)[N], const Divisor& d, Vector<uint32_t, N / 4>& bytes) {
-  float q[N];
-#pragma unroll
-  for (int k = 0; k < N; ++k) q[k] = x[k] * d.reciprocal;
-  if (!kExact && !has_exact_reciprocal(d.scale)) {
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      q[k] = fmaf(fmaf(-q[k], d.scale, x[k]), d.reciprocal, q[k]);
-      q[k] = copysignf(fmaf(fmaf(-q[k], d.scale, x[k]), d.reciprocal, q[k]), x[k]);  // -0 too
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < N; k += 4) bytes.at[k / 4] = device::pack<F>(q[k], q[k + 1], q[k + 2], q[k + 3]);
-  bool odd = false;
-#pragma unroll
-  for (int k = 0; k < N; ++k) odd |= !(fabsf(q[k]) <= detail::float_of(kLimits<F>.largest_bits));
-  return odd;
-}
-
-// Any one value, counted. For loops that are not unrolled: values beyond the range are rare.
-template <class F> __device__ __forceinline__ uint8_t repair(float x, float scale, Counts& counts) {
-  const float q = x / scale;
-  const bool finite = fabsf(x) <= FLT_MAX, is_nan = q != q;
-  counts.not_finite += !finite;
-  counts.saturated += finite && fabsf(q) > detail::float_of(kLimits<F>.largest_bits);
-  if (is_nan || (!finite && !kLimits<F>.has_infinity)) return 0x7f;
-  if (!finite) return static_cast<uint8_t>(0x7cu | (__float_as_uint(x) >> 24 & 0x80u));
-  return device::from_float<F>(q).bits;
-}
 
 // Raises a maximum of magnitudes, which order as their bits do: no order of the calls shows.
 __device__ __forceinline__ void raise(float* most, float magnitude) {
   atomicMax(reinterpret_cast<unsigned*>(most), __float_as_uint(magnitude));
-}
-
-// Adds what the threads of a warp have seen to the totals; null: not wanted. Called by the whole warp, converged.
-__device__ __forceinline__ void add_counts(const Counts& mine, int64_t* totals) {
-  if (!totals || !__any_sync(0xffffffffu, mine.saturated + mine.not_finite != 0)) return;
-  const unsigned saturated = __reduce_add_sync(0xffffffffu, mine.saturated);
-  const unsigned not_finite = __reduce_add_sync(0xffffffffu, mine.not_finite);
-  if (threadIdx.x % 32 != 0) return;
-  atomicAdd(reinterpret_cast<unsigned long long*>(totals), static_cast<unsigned long long>(saturated));
-  atomicAdd(reinterpret_cast<unsigned long long*>(totals) + 1, static_cast<unsigned long long>(not_finite));
 }
 
 // 16 bytes of values, as they lie in memory, of which `here` exist; the others are 0. `whole`: one access may read them

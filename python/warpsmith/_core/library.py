@@ -334,6 +334,7 @@ def differentiable(
     plain: Callable | None = None,
     hint: Hint = _no_hint,
     title: Callable[[Sequence[Any]], str] | None = None,
+    registers: bool = True,
 ) -> Callable:
     """Builds the eager and traced function of an op.
 
@@ -359,6 +360,7 @@ def differentiable(
         ``jacfwd``, dual tensors) are taken of. Without it they are refused.
     hint(argument, value): what an error about a value of a wrong Python type says beside.
     title(inputs): the name of the public function in such an error, where several share the op. Default: ``name``.
+    registers: False: the op has its formula from another call, whose eager ``forward`` is another.
     """
     traced = getattr(raw, name).default
     schema = traced._schema.arguments
@@ -427,7 +429,8 @@ def differentiable(
     Apply.__name__ = Apply.__qualname__ = name
     # What grad_fn, anomaly mode and errors of torch call the op.
     Apply._backward_cls.__name__ = Apply._backward_cls.__qualname__ = f"{name}Backward"
-    _register_formula(name, kept, formula_of_grads)
+    if registers:
+        _register_formula(name, kept, formula_of_grads)
     # Function.apply without its Python wrapper, which looks for torch.func transforms: `call` has done that (1.5 us).
     apply = super(torch.autograd.Function, Apply).apply
 

@@ -26,6 +26,7 @@ from warpsmith.ops._scaled_linear import (
     in_fp8,
     is_emulated,
 )
+from warpsmith.ops._shared_casts import BY_ROWS
 from warpsmith.ops.linear import scaled_linear
 
 _OP, _LOAD = "fp8", "load_fp8_state"
@@ -175,6 +176,12 @@ def layer_of(module: nn.Module) -> _Layer | None:
     """What a layer carries that multiplies 8-bit floats."""
     found = module.__dict__.get("_fp8")
     return found if isinstance(found, _Layer) else None
+
+
+def reads_rows(module: nn.Module) -> bool:
+    """Whether a layer multiplies the rows of x by powers of two, whose cast the producer of x may leave."""
+    layer = layer_of(module)
+    return layer is not None and layer.owner.recipe.how == BY_ROWS
 
 
 def _owned(module: nn.Module) -> _Layer | None:

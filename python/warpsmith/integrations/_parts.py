@@ -12,6 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.pytorch_utils import Conv1D
 
 from warpsmith._core.modules import is_untouched, is_watched, stock
+from warpsmith.amp.fp8 import reads_rows
 from warpsmith.integrations._attention import Products, Rows, attention, eps_of, offset_of
 from warpsmith.integrations._modules import (
     Forward,
@@ -27,6 +28,8 @@ from warpsmith.nn import Linear, functional
 from warpsmith.nn._linear import is_product
 from warpsmith.ops import _activated_linear
 from warpsmith.ops._norm_linears import fits, norm_linears
+from warpsmith.ops._scaled_linear import may_keep_rows
+from warpsmith.ops._shared_casts import with_cast
 from warpsmith.ops.activation import bias_gelu, geglu, reglu, swiglu
 from warpsmith.ops.linear_loss import linear_cross_entropy
 from warpsmith.ops.norm import add_rms_norm, rms_norm
@@ -103,9 +106,12 @@ def _why_not_gated(module: nn.Module) -> str | None:
     return None if name in _GATED_OPS else f"its activation, {name}, is not fused"
 
 
-def _activated(mlp: Any, *products: Tensor, overwrite: bool = True) -> Tensor:
-    """What the activation makes of gate and up, apart or packed. The backward may write over them."""
+def _activated(mlp: Any, *products: Tensor, overwrite: bool = True, reader: Any = None) -> Tensor:
+    """What the activation makes of gate and up, apart or packed. The backward may write over them. ``reader``: the
+    layer that reads the result."""
     alone = overwrite and not any(t.requires_grad and t.is_leaf for t in products)
+    if reader is not None and may_keep_rows(products[0]) and _activation(mlp) in _SILU and reads_rows(reader):
+        return with_cast("swiglu")(*products, *(None,) * (2 - len(products)), alone)
     return _GATED_OPS[_activation(mlp)][0](*products, inplace_backward=alone)
 
 
@@ -115,7 +121,7 @@ def _down(mlp: Any, *products: Tensor, overwrite: bool = True) -> Tensor:
     if overwrite and len(products) == 2 and _is_plain(mlp.down_proj):
         if _activated_linear.fits(*products, mlp.down_proj.weight):
             return _activated_linear.activated_linear(*products, mlp.down_proj.weight, name, *extra)
-    return mlp.down_proj(_activated(mlp, *products, overwrite=overwrite))
+    return mlp.down_proj(_activated(mlp, *products, overwrite=overwrite, reader=mlp.down_proj))
 
 
 def _gated(*names: str, rest: Sequence[str] = ()) -> Callable[[Forward], Forward]:
@@ -172,13 +178,28 @@ def _gelu(first: str, *rest: str) -> Callable[[Forward], Forward]:
 # ---- decoder layers: a residual sum and the norm behind it are one op
 
 
-def _sum_and_rms(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+def _feeds_fp8(layer: Any, names: Sequence[str], x: Tensor) -> bool:
+    """Whether a norm of x, read by a layer's projections, of those named, may leave its cast to them."""
+    return may_keep_rows(x) and any(reads_rows(getattr(layer, n)) for n in names if hasattr(layer, n))
+
+
+def _rms_for(layer: Any, names: Sequence[str], x: Tensor, norm: Any) -> Tensor:
+    """The norm of x, for a layer's projections, of those named."""
+    offset = offset_of(norm)
+    if offset is None or not is_free(norm) or norm.weight.dtype != x.dtype or not _feeds_fp8(layer, names, x):
+        return norm(x)
+    return with_cast("rms_norm")(x, norm.weight, eps_of(norm), offset)
+
+
+def _sum_and_rms_for(layer: Any, names: Sequence[str], x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    """The same of x + residual, and that sum."""
     offset = offset_of(norm)
     fits = x.dtype == residual.dtype or (residual.dtype == torch.float32 and x.element_size() == 2)
     if offset is None or not is_free(norm) or not fits:
         total = residual + x
         return norm(total), total
-    return add_rms_norm(x, residual, beside(norm.weight, x), eps_of(norm), offset)
+    op = with_cast("add_rms_norm") if _feeds_fp8(layer, names, x) else add_rms_norm
+    return op(x, residual, beside(norm.weight, x), eps_of(norm), offset)
 
 
 def _normed(
@@ -212,7 +233,8 @@ def _self_attention(block: Any, x: Tensor, options: dict[str, Any]) -> tuple[Ten
     """(out, x) of a decoder layer's first norm and attention."""
     done = _normed(block.input_layernorm, block.self_attn, _QKV, x)
     if done is None:
-        return block.self_attn(hidden_states=block.input_layernorm(x), **options)[0], x
+        y = _rms_for(block.self_attn, _QKV, x, block.input_layernorm)
+        return block.self_attn(hidden_states=y, **options)[0], x
     return block.self_attn.forward(Rows(x.shape), products=done[1], **options)[0], done[0]
 
 
@@ -222,7 +244,7 @@ def _feed_forward(block: Any, norm: Any, x: Tensor, residual: Tensor) -> tuple[T
     done = None if whole else _normed(norm, block.mlp, _GATE_UP, x, residual)
     if done is not None:
         return _down(block.mlp, *done[1].values()), done[0]
-    y, residual = _sum_and_rms(x, residual, norm)
+    y, residual = _sum_and_rms_for(block.mlp, _GATE_UP, x, residual, norm)
     y = block.mlp(y)
     return (y[0] if isinstance(y, tuple) else y), residual  # gpt-oss also gives the router's scores
 

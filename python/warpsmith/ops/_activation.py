@@ -3,6 +3,7 @@ schemas, and gelu and silu in plain torch operations for second derivatives."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from warpsmith._core import checks, dtensor
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, is_batched, raw, register_fake
+from warpsmith.ops._quantize import FLOATS, check_dtype
+from warpsmith.ops._shared_casts import fake_rows, leave_cast
 
 
 def gelu(x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
@@ -211,15 +214,26 @@ def gated(name: str, function: Gated) -> Callable[..., Tensor]:
         g, u = gate.chunk(2, -1) if up is None else (gate, up)
         return (function(g.to(math), *extra)[0] * u.to(math)).to(gate.dtype)
 
-    call = differentiable(
+    build = functools.partial(
+        differentiable,
         name,
-        forward=getattr(raw, name + "_forward").default,
+        inference=getattr(raw, name + "_forward").default,
         rows=2,
         save=("gate", "up", "inplace_backward", *options),
         backward=backward,
         differentiable_backward=differentiable_backward,
         plain=plain,
     )
+    call = build(forward=getattr(raw, name + "_forward").default)
+    if hasattr(raw, name + "_fp8"):
+
+        def fake_fp8(gate: Tensor, up: Tensor | None, inplace_backward: bool) -> tuple[Tensor, ...]:
+            check_dtype(name, "gate", gate.dtype, FLOATS)
+            y = fake_forward(gate, up, inplace_backward)
+            return y, *fake_rows(y)
+
+        register_fake(name + "_fp8", fake_fp8)
+        leave_cast(name, build)
 
     def checked(gate: Tensor, up: Tensor | None, inplace_backward: bool, *extra: Any) -> Tensor:
         if inplace_backward is not False:

@@ -6,6 +6,7 @@ for an RMS norm.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from operator import attrgetter
@@ -17,7 +18,17 @@ from torch import Tensor
 
 from warpsmith._core import checks
 from warpsmith._core.dropout import check_p, check_seed, draw_seed
-from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+from warpsmith._core.library import (
+    Gradients,
+    Saved,
+    Wants,
+    call_raw,
+    differentiable,
+    raw,
+    register_fake,
+)
+from warpsmith.ops._quantize import FLOATS, check_dtype
+from warpsmith.ops._shared_casts import fake_rows, leave_cast
 
 _FLOAT32_EPS = torch.finfo(torch.float32).eps
 _FLOAT64_EPS = torch.finfo(torch.float64).eps
@@ -116,6 +127,11 @@ def norm(op: str) -> Callable:
     register_fake(op + "_inference", fake_inference)
     register_fake(op + "_backward", fake_backward)
 
+    def fake_fp8(*inputs: Any) -> tuple[Tensor, ...]:
+        check_dtype(op, "x", inputs[0].dtype, FLOATS)
+        y, *others = fake_forward(*inputs)
+        return y, *others, *fake_rows(y)
+
     # What the raw backward takes between the incoming gradients and `want_dx`, and of `wants` after that.
     from_saved = attrgetter(*(n for n in backward_arguments if n not in ("dy", "dresidual_out") and n[:5] != "want_"))
     from_wants = attrgetter(*gradients)
@@ -185,9 +201,9 @@ def norm(op: str) -> Callable:
         return f"; torch's arguments, with normalized_shape, are those of warpsmith.nn.functional.{op}"
 
     kept = [n for n in arguments if n not in ("x", "residual")]
-    return differentiable(
+    build = functools.partial(
+        differentiable,
         op,
-        forward=forward,
         inference=inference,
         public=2 if residual else 1,
         rows=2 if residual else 1,
@@ -197,6 +213,10 @@ def norm(op: str) -> Callable:
         plain=plain,
         hint=hint,
     )
+    if not (layer or dropout):
+        register_fake(op + "_fp8", fake_fp8)
+        leave_cast(op, build)
+    return build(forward=forward)
 
 
 def dropout_seed(

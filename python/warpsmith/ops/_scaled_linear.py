@@ -31,9 +31,10 @@ from warpsmith._core.library import (
     register_fake,
 )
 from warpsmith._core.main_grad import PLAIN, is_gathered
-from warpsmith._core.pending import note, note_later, settled, stream_of
+from warpsmith._core.pending import note, note_later, settled
 from warpsmith.ops import _quantize
 from warpsmith.ops._linear import capability
+from warpsmith.ops._shared_casts import key_of, of_columns, of_rows, place_of
 
 SCALED = "scaled_linear"
 RECIPE = "Fp8Recipe"
@@ -230,16 +231,6 @@ def forget(weight: Tensor) -> None:
     _kept.pop(id(weight), None)
 
 
-def _place(t: Tensor) -> int | None:
-    """The current stream of a tensor's device; None while it is captured."""
-    return None if t.is_cuda and torch.cuda.is_current_stream_capturing() else stream_of(t)
-
-
-def _key_of(t: Tensor, stream: int | None) -> tuple[Any, ...]:
-    """Where a tensor with a version is, and as of when. Another stream would have to wait for what this one makes."""
-    return t._version, t.data_ptr(), t.shape, t.stride(), stream
-
-
 def _may_be_kept(weight: Tensor) -> bool:
     """Not what is no parameter or has no version, what a captured graph changes, and what fully_shard has gathered and
     will free."""
@@ -265,7 +256,7 @@ def _current(weight: Tensor, how: int, training: bool, passed: bool, stream: int
     if kept is None and not _may_be_kept(weight):
         return None
     steps = 0 if passed and not weight.requires_grad else Steps.count
-    key = (*_key_of(weight, stream), steps, training, how)
+    key = (*key_of(weight, stream), steps, training, how)
     if kept is None or kept.key != key or _is_freed(kept.storage.cdata):
         kept = _kept[id(weight)] = _Kept(key, weight)
     return kept
@@ -300,34 +291,21 @@ def _for_dx(weight: Tensor, recipe: Fp8Recipe, stream: int | None) -> tuple[Tens
     return (None, None, turned, scale) if scaling == _BLOCK else (kept.data, kept.scale, turned, None)
 
 
-# ---- casts of x, shared by layers of the same x: q, k and v; gate and up
+# ---- casts of x, shared by layers of the same x, and made by its producer (_shared_casts.py)
 
 
-class _Shared:
-    """The last cast of a tensor, of its rows (of x, in a forward) or its columns (in a backward), until another is cast
-    or an optimizer steps. The tensor is known as the Python object that it is: layers of one x are given the same."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.of: Any = _nobody
-        self.key: tuple[Any, ...] = ()
-        self.made: tuple[Any, ...] = ()
-
-    def find(self, x: Tensor | None, stream: int | None, how: int) -> tuple[Any, ...]:
-        """What was kept of a cast, or ()."""
-        return self.made if x is not None and self.of() is x and self.key == (*_key_of(x, stream), how) else ()
-
-    def keep(self, x: Tensor, stream: int | None, how: int, *made: Any) -> None:
-        self.of, self.key, self.made = weakref.ref(x), (*_key_of(x, stream), how), made
-
-
-def _nobody() -> None:
-    pass
-
-
-of_rows, of_columns = _Shared(), _Shared()
+def may_keep_rows(x: Tensor) -> bool:
+    """Whether layers of what is made of x would find its cast: in eager mode, with gradients, without autocast (which
+    may give them another tensor)."""
+    return (
+        not is_compiling()
+        and x.dtype in _quantize.FLOATS
+        and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+        and is_plain(x, x, None)
+        and not x.is_inference()
+        and place_of(x) is not None
+    )
 
 
 # ---- fakes: the checks of csrc/bindings/linear_scaled.cpp, in its order
@@ -564,7 +542,7 @@ def in_eager(
 ) -> Tensor:
     """A layer of plain tensors."""
     emulate = emulate or not x.is_cuda or not _has_products(recipe.scaling, x.device)
-    call = recipe, state, emulate, _place(weight), torch.is_grad_enabled()
+    call = recipe, state, emulate, place_of(weight), torch.is_grad_enabled()
     if call[-1] and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
         return _apply(x, weight, bias, call)
     return _forward(x, weight, bias, call, False)[0]
@@ -611,7 +589,7 @@ def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     recipe, totals = ctx.recipe, ctx.totals
     x, weight, bias, data, scale, dy_scale = ctx.saved_tensors
     wants = ctx.needs_input_grad[:3]
-    plain, stream = not is_batched(dy) and not _in_transform(), _place(dy)
+    plain, stream = not is_batched(dy) and not _in_transform(), place_of(dy)
     casts = _for_dx(weight, recipe, stream) if wants[0] else _NO_CASTS
     of = x if recipe.scaling == "block" else data
     finds = wants[1] and recipe.wgrad == "fp8" and plain and stream is not None

@@ -1,0 +1,84 @@
+"""The 8-bit cast of a tensor, shared by layers that are given the same one: q, k and v; gate and up. One of them makes
+it, or the op that made the tensor."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpsmith._core.library import _without_wrapper, raw
+from warpsmith._core.pending import stream_of
+
+BY_ROWS = 2  # Fp8Recipe.how of scales of rows that are powers of two
+
+
+def place_of(t: Tensor) -> int | None:
+    """The current stream of a tensor's device; None while it is captured."""
+    return None if t.is_cuda and torch.cuda.is_current_stream_capturing() else stream_of(t)
+
+
+def key_of(t: Tensor, stream: int | None) -> tuple[Any, ...]:
+    """Where a tensor with a version is, and as of when. Another stream would have to wait for what this one makes."""
+    return t._version, t.data_ptr(), t.shape, t.stride(), stream
+
+
+class _Shared:
+    """The last cast of a tensor, of its rows (of x, in a forward) or its columns (in a backward), until another is cast
+    or an optimizer steps. The tensor is known as the Python object that it is: layers of one x are given the same."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.of: Any = _nobody
+        self.key: tuple[Any, ...] = ()
+        self.made: tuple[Any, ...] = ()
+
+    def find(self, x: Tensor | None, stream: int | None, how: int) -> tuple[Any, ...]:
+        """What was kept of a cast, or ()."""
+        return self.made if x is not None and self.of() is x and self.key == (*key_of(x, stream), how) else ()
+
+    def keep(self, x: Tensor, stream: int | None, how: int, *made: Any) -> None:
+        self.of, self.key, self.made = weakref.ref(x), (*key_of(x, stream), how), made
+
+
+def _nobody() -> None:
+    pass
+
+
+of_rows, of_columns = _Shared(), _Shared()
+
+_with_cast: dict[str, Callable[[], Callable]] = {}
+
+
+def leave_cast(op: str, build: Callable[..., Callable]) -> None:
+    """Tells of an op whose raw op ``<op>_fp8`` gives the cast of y's rows by powers of two behind what ``<op>_forward``
+    gives. ``build``: ``differentiable`` of the op, but for its forward."""
+    raw_op = _without_wrapper(getattr(raw, op + "_fp8").default)
+
+    def forward(*inputs: Any) -> Any:
+        y, *others, data, scale, counts = raw_op(*inputs)
+        of_columns.clear()
+        of_rows.keep(y, place_of(y), BY_ROWS, data, scale, counts, None)
+        return (y, *others) if others else y
+
+    _with_cast[op] = functools.partial(build, forward=forward, registers=False)
+
+
+@functools.cache
+def with_cast(op: str) -> Callable:
+    """The function of an op that leaves the cast of y where layers of 8-bit floats look for that of their x. Where
+    there is no gradient to make nobody would find it, and none is made."""
+    return _with_cast[op]()
+
+
+def fake_rows(y: Tensor) -> tuple[Tensor, ...]:
+    """The fake of such a cast: bytes, scales, counts."""
+    rows = y.shape[:-1].numel()
+    made = ((rows, y.shape[-1]), torch.float8_e4m3fn), ((rows, 1), torch.float32), ((2,), torch.int64)
+    return tuple(y.new_empty(shape, dtype=dtype) for shape, dtype in made)
