@@ -3,7 +3,8 @@
     scaled_linear       a layer, forward and both gradients; its weight counts as changed before each call
     scaled_linear_own   the forward product alone, of bytes that are there, by our Hopper kernels beside cuBLASLt's
     scaled_linear_host  the host's time of a call of a small layer, beside F.linear's
-    llama_fp8           a step of the Llama of bench_train.py, patched, and with amp.fp8 behind that
+    llama_fp8           a step of the Llama of bench_train.py, patched, and with amp.fp8 behind that; and both as one
+                        CUDA graph, "llama_fp8 captured"
 
 Contenders: "warpsmith" multiplies by the recipe of the row; "bfloat16" is this package's linear; "torchao" and
 "torchao, compiled" are its layers of the same scaling, where it is installed.
@@ -17,9 +18,11 @@ import warpsmith
 from torch import nn
 from warpsmith.amp import Fp8Recipe
 from warpsmith.testing.rows import OURS
+from warpsmith.train import CapturedStep
 
 from benchmarks import bench_linear, rivals
 from benchmarks.bench_train import (
+    FIRST_STEPS,
     MODEL_BUDGET_S,
     MODEL_IN_A_ROW,
     MODEL_SHAPES,
@@ -145,11 +148,21 @@ class Fp8Run(Run):
         patched_by_us(model, linear=True)
         self.layers = warpsmith.amp.fp8(model, recipe)
         super().__init__(model, adamw=warpsmith.optim.AdamW)
+        self.state = [self.model, self.optimizer, self.layers]
 
     def step(self, tokens):
         loss = super().step(tokens)
         self.layers.update()
         return loss
+
+
+class CapturedRun:
+    """A run whose step is one CUDA graph."""
+
+    def __init__(self, run):
+        self.model = run.model
+        state = getattr(run, "state", [run.model, run.optimizer])
+        self.step = CapturedStep(run.step, state=state, fallback=False)
 
 
 def llama(device, options):
@@ -166,6 +179,16 @@ def llama(device, options):
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
             cell = ("llama_fp8", "x".join(map(str, shape)), dtype)
             rows += rows_of_runs(cell, runs, batches, device, options, MODEL_BUDGET_S[device])
+            del runs
+            if device != "cuda" or options.quick or not options.samples:
+                continue
+            runs = {who: CapturedRun(makers[who](copy.deepcopy(model))) for who in (BF16, OURS)}
+            for run in runs.values():
+                for i in range(FIRST_STEPS):
+                    run.step(batches[i % len(batches)])
+            cell = "llama_fp8 captured", *cell[1:]
+            rows += rows_of_runs(cell, runs, batches, device, options, MODEL_BUDGET_S[device])
+            del runs
     return rows
 
 
