@@ -12,6 +12,7 @@ Contenders: "warpsmith" multiplies by the recipe of the row; "bfloat16" is this 
 
 import copy
 import functools
+import sys
 
 import torch
 import warpsmith
@@ -162,7 +163,7 @@ class CapturedRun:
     def __init__(self, run):
         self.model = run.model
         state = getattr(run, "state", [run.model, run.optimizer])
-        self.step = CapturedStep(run.step, state=state, fallback=False)
+        self.step = CapturedStep(run.step, state=state)
 
 
 def llama(device, options):
@@ -186,6 +187,10 @@ def llama(device, options):
             for run in runs.values():
                 for i in range(FIRST_STEPS):
                     run.step(batches[i % len(batches)])
+            for who, why in [(who, run.step.fallback_reason) for who, run in runs.items()]:
+                if why:
+                    print(f"llama_fp8 captured: {who} is left out: {why}", file=sys.stderr, flush=True)
+                    del runs[who]
             cell = "llama_fp8 captured", *cell[1:]
             rows += rows_of_runs(cell, runs, batches, device, options, MODEL_BUDGET_S[device])
             del runs
