@@ -104,7 +104,7 @@ BUGS = (
         "inputs.x if inputs.weight.requires_grad or inputs.activation != NONE else None", "inputs.x",
         "ops/test_linear_parts.py -k frozen_weight"),
     Bug("a fused step leaves the bytes of its weights", "ops/_scaled_linear.py",
-        "(*_key_of(weight, stream), steps, training, how)", "(*_key_of(weight, stream), training, how)",
+        "(*key_of(weight, stream), steps, training, how)", "(*key_of(weight, stream), training, how)",
         "ops/test_linear_scaled_values.py -k changed_weight"),
     Bug("an average that is copied in between two evaluations is not seen", "ops/_scaled_linear.py",
         "if not training and weight.requires_grad:", "if False:",

@@ -388,24 +388,36 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
           const unsigned word = word_at(s.group * N, s.lane);
           float factor[4];
           of_row.load(factor, 2, quad);
-          float reciprocal[N];
-          of_column.load(reciprocal, 1, s.group * N);
-          Piece<T> held[4];
+          if constexpr (kExact) {
+            float reciprocal[N];
+            of_column.load(reciprocal, 1, s.group * N);
+            Piece<T> held[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) held[i] = s.piece(quad + i);
+            for (int i = 0; i < 4; ++i) held[i] = s.piece(quad + i);
 #pragma unroll
-          for (int k = 0; k < N; ++k) {
-            float four[4];
+            for (int k = 0; k < N; ++k) {
+              float four[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) four[i] = element<T>(held[i], k);
-            if (p.row_factor) {
+              for (int i = 0; i < 4; ++i) four[i] = element<T>(held[i], k);
+              if (p.row_factor) {
 #pragma unroll
-              for (int i = 0; i < 4; ++i) four[i] *= factor[i];
+                for (int i = 0; i < 4; ++i) four[i] *= factor[i];
+              }
+              Vector<uint32_t, 1> bytes;
+              odd |= cast<F, true>(four, {1.0f, reciprocal[k]}, bytes);
+              words[word + k * kTurnLine] = bytes.at[0];
             }
-            const Divisor by{kExact ? 1.0f : of_column.value(s.group * N + k), reciprocal[k]};
-            Vector<uint32_t, 1> bytes;
-            odd |= cast<F, kExact>(four, by, bytes);
-            words[word + k * kTurnLine] = bytes.at[0];
+          } else {
+#pragma unroll 1
+            for (int k = 0; k < N; ++k) {  // reads elements: there are no registers to hold four rows in
+              const unsigned c = s.group * N + k;
+              float four[4];
+#pragma unroll
+              for (int i = 0; i < 4; ++i) four[i] = s.value(quad + i, c) * factor[i];
+              Vector<uint32_t, 1> bytes;
+              odd |= cast<F, false>(four, {of_column.value(c), of_column.reciprocal(c)}, bytes);
+              words[word + k * kTurnLine] = bytes.at[0];
+            }
           }
           __syncthreads();
           store_turned<kThreads>(p.transposed, words, s.first_row + turn * kTurnRows, p.rows, s.first_column, p.columns,

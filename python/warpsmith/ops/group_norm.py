@@ -41,8 +41,8 @@ def group_norm(
     Gradients for ``x``, ``weight`` and ``bias``, and theirs in turn. The second derivative is composed of plain torch
     operations. SiLU's input is computed again from ``x``.
 
-    Deterministic: every sum has a fixed order. Moves 3 elements of memory for each of ``x`` forward and 5 backward; the
-    second reads (1 and 2) come from the L2 cache.
+    Deterministic: every sum has a fixed order. Moves 2 elements of memory for each of ``x`` forward and 3 backward;
+    second reads come from shared memory and the L2 cache.
 
     Raises:
         ValueError: a dtype, shape, device or number that does not fit; the message names op, argument, expectation and
