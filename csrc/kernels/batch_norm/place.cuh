@@ -40,7 +40,8 @@ template <int N> struct Place {
 
 // Rows on their way to shared memory, in a ring of stages. A thread reads back what it copied itself: no barriers, and
 // loads stay in flight while a turn is computed, without registers for them.
-constexpr int kRowsAStage = 4, kRingSlots = 16;  // of vectors, a thread
+constexpr int kRowsAStage = BatchNormTogether::sums, kRingSlots = 16;  // of vectors, a thread
+static_assert(BatchNormTogether::normalize == kRowsAStage && BatchNormTogether::gradients == kRowsAStage);
 template <class T, int N> constexpr int kRingBytes = kRingSlots * kThreads * static_cast<int>(sizeof(Packed<T, N>));
 
 // kTensors: whose rows lie in a stage side by side.
