@@ -82,6 +82,30 @@ def test_processes_are_kept_until_one_fails():
             os.kill(pid, 0)
 
 
+def connect_late(rank, world_size):
+    """From the next call on, rank 0 is connected half a second after rank 1."""
+    if rank == 0:
+        original = dist.init_process_group
+
+        def late(*args, **kwargs):
+            original(*args, **kwargs)
+            time.sleep(0.5)
+            connect_late.at = time.monotonic()
+
+        dist.init_process_group = late
+
+
+def begin(rank, world_size):
+    return time.monotonic(), getattr(connect_late, "at", None)
+
+
+def test_no_rank_begins_before_all_are_connected():
+    with RankPool(2) as pool:
+        pool.run(connect_late)
+        (_, connected), (began, _) = (outcome.value for outcome in pool.run(begin))
+    assert began >= connected
+
+
 def planted_exception(rank, world_size):
     with fault("exception", rank=1):
         dist.barrier()

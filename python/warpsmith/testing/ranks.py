@@ -205,13 +205,12 @@ def _serve(rank: int, world_size: int, pipe: Connection, backend: str, variables
         except EOFError:
             return
         try:
-            dist.init_process_group(
-                backend,
-                store=FileStore(store, world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=datetime.timedelta(seconds=timeout_s),
-            )
+            timeout = datetime.timedelta(seconds=timeout_s)
+            file = FileStore(store, world_size)
+            dist.init_process_group(backend, store=file, rank=rank, world_size=world_size, timeout=timeout)
+            # A rank that fails while another one still connects would end it with a closed connection.
+            file.set(f"connected-{rank}", "")
+            file.wait([f"connected-{other}" for other in range(world_size)], timeout)
             fn: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
             value = inspect.unwrap(fn)(rank, world_size, **arguments)
             dist.barrier()
