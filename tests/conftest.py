@@ -2,8 +2,9 @@
 
 Tiers. Without an option: does the package work on this machine? Every op's law, every kernel on the CPU, the examples.
 ``--full`` adds what asks whether the sources are right: sanitizers, random cases, planted bugs, static checks, the
-house rules, the package as it is built. ``--slow`` adds that without a budget, and the tests marked ``slow``. Files
-and folders that are named on the command line run whole. ``gpu`` tests are skipped without a CUDA device.
+house rules, the package as it is built; of planted bugs and sanitizers those that a commit's turn has. ``--slow`` adds
+all of them, and the tests marked ``slow``. Files and folders that are named on the command line run whole. ``gpu``
+tests are skipped without a CUDA device.
 
 Under pytest-xdist's ``--dist loadgroup`` the tests of a file run in one process, unless they name another group; the
 groups that took longest come first (``--no-loadscope-reorder`` keeps that order). A test that passed before with the
@@ -96,6 +97,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.alone)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(not_asked)
+        if plan.whole and not config.getoption("--slow") and (reason := tiers.out_of_turn(item)):
+            item.add_marker(pytest.mark.skip(reason=reason))
         if (tiers.is_full(item) and not plan.full) or (config.getoption("--sim") and not runs_on_sim(item)):
             left_out.append(item)
         if not item.get_closest_marker("xdist_group"):

@@ -3,6 +3,7 @@ without the bug, and those of tools/sim/kernel_bugs.py in real kernels by the op
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from dataclasses import asdict
@@ -54,9 +55,15 @@ def test_planted_bugs_are_noticed(file: Path, verdicts) -> None:
     verdicts.keep(key(file), len(bugs))
 
 
+def in_turn(bug: kernel_bugs.Bug) -> pytest.MarkDecorator:
+    about = [*bug.files(), ROOT / shlex.split(bug.test)[0]]
+    return pytest.mark.in_turn(*about, of=3)
+
+
 # In the process that builds the family's programs.
 BUGS = [
-    pytest.param(b, id=b.name, marks=pytest.mark.xdist_group(f"sim_{b.family} {b.variant}")) for b in kernel_bugs.BUGS
+    pytest.param(b, id=b.name, marks=[pytest.mark.xdist_group(f"sim_{b.family} {b.variant}"), in_turn(b)])
+    for b in kernel_bugs.BUGS
 ]
 
 
@@ -69,6 +76,11 @@ def test_bugs_in_real_kernels_are_noticed(bug: kernel_bugs.Bug, verdicts) -> Non
     noticed, text = kernel_bugs.noticed(bug)
     assert noticed, f"expected '{bug.noticed_as}' from {bug.test}, got: {text[:800]}"
     verdicts.keep(key)
+
+
+def test_every_bug_finds_its_text() -> None:
+    for bug in kernel_bugs.BUGS:
+        assert bug.texts(), bug.name
 
 
 def test_there_are_enough(figure) -> None:

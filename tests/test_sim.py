@@ -40,12 +40,11 @@ def each_variant():
         for variant in FLAGS:
             marks = [pytest.mark.xdist_group(f"{test.stem} {variant}")]
             if variant != "coverage":
-                marks += [pytest.mark.full, *([pytest.mark.early] if test.stem in STANDING or lately(test) else [])]
+                about = [test, *{source.parent for source in build.kernel_sources(test)}]
+                standing = test.stem in STANDING
+                marks += [pytest.mark.full, *([pytest.mark.early] if standing or tiers.lately(*about) else [])]
+                marks += [] if standing else [pytest.mark.in_turn(*about, of=8)]
             yield pytest.param(test, variant, id=f"{test.stem}-{variant}", marks=marks)
-
-
-def lately(test: Path) -> bool:
-    return tiers.lately(test, *{source.parent for source in build.kernel_sources(test)})
 
 
 @pytest.mark.parametrize(("test", "variant"), [*each_variant()])

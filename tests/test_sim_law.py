@@ -37,10 +37,11 @@ def test_the_law_holds_on_simulated_kernels(family: str, machine: str, request, 
 
 def sanitized():
     for family in library.FAMILIES:
-        early = [pytest.mark.early] if tiers.lately(library.CSRC / "kernels" / family) else []
+        kernels = library.CSRC / "kernels" / family
+        marks = [pytest.mark.in_turn(kernels, of=8), *([pytest.mark.early] if tiers.lately(kernels) else [])]
         for variant in ("asan", "tsan"):
-            marks = [pytest.mark.xdist_group(f"sim law {family} {variant}"), *early]
-            yield pytest.param(family, variant, marks=marks, id=f"{family}-{variant}")
+            group = pytest.mark.xdist_group(f"sim law {family} {variant}")
+            yield pytest.param(family, variant, marks=[group, *marks], id=f"{family}-{variant}")
 
 
 @pytest.mark.full

@@ -174,21 +174,35 @@ def test_the_longest_group_comes_first() -> None:
 
 
 def test_only_asked_for_tiers_run() -> None:
+    some = "test_sim.py test_sim_law.py test_planted_bugs.py build/test_install.py ops/test_softmax.py".split()
     listing = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    wanted = ["--ignore=tests/ops", "--ignore=tests/optim", "--ignore=tests/nn", "--ignore=tests/examples"]
-    wanted += [f"--ignore=tests/{name}" for name in ("convergence", "cpp_api", "structure", "testing", "tools")]
+    listing += ["-o", f"testpaths={' '.join(f'tests/{name}' for name in some)}"]
 
     def collected(*arguments: str) -> set[str]:
         done = subprocess.run([*listing, *arguments], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return {line for line in done.stdout.splitlines() if "::" in line}
 
-    default, full = collected(*wanted), collected("--full", *wanted)
+    default, full = collected(), collected("--full")
     assert default < full
     assert not [t for t in default if t.startswith(tiers.FULL)]
     assert [t for t in default if t.startswith("tests/test_sim.py::test_kernels_on_the_host") and "coverage" in t]
-    assert not [t for t in default if "-asan]" in t or "-tsan]" in t or "test_random_cases" in t]
+    assert not [t for t in default if "-asan]" in t or "-tsan]" in t or "random_cases" in t]
     assert [t for t in full if t.startswith("tests/build/test_install.py")]
+
+
+def test_commits_take_turns(monkeypatch) -> None:
+    mark = pytest.mark.in_turn(ROOT / "csrc", of=3)
+    items = [SimpleNamespace(name=str(n), get_closest_marker=lambda _: mark.mark) for n in range(300)]
+    monkeypatch.setattr(tiers, "lately", lambda *paths: False)
+    ran = {}
+    for head in ("a", "b", ""):  # the last: no repository
+        monkeypatch.setattr(tiers, "commit", lambda root, head=head: head)
+        ran[head] = {item.name for item in items if not tiers.out_of_turn(item)}
+    assert 60 < len(ran["a"]) < 140 and 60 < len(ran["b"]) < 140 and ran["a"] != ran["b"] and len(ran[""]) == 300
+    monkeypatch.setattr(tiers, "commit", lambda root: "a")
+    monkeypatch.setattr(tiers, "lately", lambda *paths: paths == (ROOT / "csrc",))
+    assert not any(map(tiers.out_of_turn, items))
 
 
 def test_named_files_run_whole() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import uuid
@@ -32,7 +33,7 @@ FULL = (
 )
 # Seconds of groups before a machine has measured them, by the beginning of their names (two cores, 2026-11-22).
 GUESSES = {
-    "tests/build/test_install.py": 280.0,
+    "the built package": 280.0,
     "sim law attention": 350.0,
     "sim law norm": 170.0,
     "sim law optim": 170.0,
@@ -50,14 +51,26 @@ GUESSES = {
 }
 DURATIONS = store.key("durations of groups of tests")
 LONGEST = 20
-SANITIZERS_S = 600  # of building and running, without --slow; what changed lately comes first
-RECENT_COMMITS = 10
+SANITIZERS_S = 400  # of building and running, without --slow; what changed lately comes first
+RECENT_COMMITS = 30
 
 
 def lately(*folders: Path) -> bool:
     """Whether the last commits or the working tree changed a file in one of these folders, or such a file itself."""
     changed = (ROOT / name for name in recently_changed(ROOT))
     return any(path == folder or path.is_relative_to(folder) for path in changed for folder in folders)
+
+
+def has_its_turn(name: str, of: int) -> bool:
+    """One commit in so many runs a test; which of them follows from the commit. Without a repository all run."""
+    digest = hashlib.sha256(f"{commit(ROOT)} {name}".encode()).digest()
+    return not commit(ROOT) or int.from_bytes(digest[:8], "big") % of == 0
+
+
+@cache
+def commit(root: Path) -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 @cache
@@ -131,6 +144,14 @@ class Spent:
 
     def seconds(self) -> float:
         return sum(map(float, self.file.read_text().split())) if self.file.exists() else 0.0
+
+
+def out_of_turn(item: pytest.Item) -> str:
+    """Why a whole session without --slow leaves the test to other commits; empty: it runs."""
+    mark = item.get_closest_marker("in_turn")
+    if not mark or lately(*mark.args) or has_its_turn(item.name, mark.kwargs["of"]):
+        return ""
+    return f"runs for one commit in {mark.kwargs['of']}, and where what it is about has changed lately; --slow runs all"
 
 
 def group_of(item: pytest.Item) -> str:

@@ -7,7 +7,10 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
+IN_ONE_PROCESS = pytest.mark.xdist_group("the built package")  # which compiles it
 SCRIPTS = sysconfig.get_path("scripts")
 # Environment variables that would change what is built or found.
 STEERING = (

@@ -10,8 +10,9 @@ import tarfile
 import zipfile
 
 import pytest
-from environments import ROOT, Environment, cpu_only, run, succeed
+from environments import IN_ONE_PROCESS, ROOT, Environment, cpu_only, run, succeed
 
+pytestmark = IN_ONE_PROCESS
 MIB = 2**20
 WHEEL_LIMIT_BYTES = 64 * MIB
 CPU_BUILD_LIMIT_S = 2 * 120  # of processor time: the budget is two minutes of two cores

@@ -4,7 +4,9 @@ import json
 import re
 
 import pytest
-from environments import run
+from environments import IN_ONE_PROCESS, run
+
+pytestmark = IN_ONE_PROCESS
 
 
 def stub_torch(folder, text):

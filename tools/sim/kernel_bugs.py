@@ -39,6 +39,9 @@ class Bug:
     also: tuple[tuple[str, str, str], ...] = ()  # of other files: the file, text, and what takes its place
     switch: int = 0  # its number among the bugs of its family that share a build; 0: it has a build of its own
 
+    def files(self) -> list[Path]:
+        return [build.ROOT / "csrc" / name for name in (self.file, *(name for name, _, _ in self.also))]
+
     def texts(self) -> dict[Path, str]:
         """The changed files."""
         if self.switch:
