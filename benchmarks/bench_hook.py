@@ -1,5 +1,5 @@
-"""What many ranks cost: gradient reduction, the sharded optimizer's step, linear layers with a main_grad, GPT-2 on more
-GPUs, context parallelism, and being watched.
+"""What many ranks cost: gradient reduction, the sharded optimizer's step, linear layers with a main_grad, scales of
+FP8, batch norm's statistics, GPT-2 and ResNet-50 on more GPUs, context parallelism, and being watched.
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_hook                     on GPUs: all parts
     torchrun --nproc-per-node 2 -m benchmarks.bench_hook --parts reduce,step
@@ -23,7 +23,7 @@ import warpsmith
 from torch.nn.parallel import DistributedDataParallel
 from warpsmith.distributed import ShardedOptimizer, accurate_hook, context_parallel_attention, reduction_plan
 
-from benchmarks.bench_train import GPT2_PRESETS, gpt2_example
+from benchmarks.bench_train import GPT2_PRESETS, example, gpt2_example
 
 OPS = {}  # none for `python -m benchmarks`, which is one process
 MIB = 1 << 20
@@ -253,6 +253,41 @@ def hidden_part(bench, call):
     return round(shared / total, 3) if total else None
 
 
+def fp8_part(bench):
+    """A step of GPT-2 under DDP in FP8 with delayed scales: of each rank alone, and the largest of all."""
+    preset, recipe, steps = gpt2_of(bench)
+    calls = {"scales of a rank": steps(together_of(bench), fp8="delayed")}
+    calls["scales of all ranks"] = steps(together_of(bench), fp8="delayed")
+    calls["scales of a rank"].run.fp8.group = None
+    times = bench.times(calls, 9, 4)
+    for name, ms in times.items():
+        bench.say("fp8", f"{preset} {recipe.batch} a rank, two steps", name, ms, "ms",
+                  of_alone=round(ms / times["scales of a rank"], 4))  # fmt: skip
+
+
+def batch_norm_part(bench):
+    """Batch norm over the ranks, forward and backward, of shapes of ResNet-50. torch's takes tensors of a GPU alone."""
+    shapes = ((2, 16, 4, 4),) if bench.quick else ((128, 64, 112, 112), (128, 256, 56, 56), (128, 512, 7, 7))
+    for shape in shapes:
+        x, dy = (torch.randn(shape, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
+        x, dy = (t.to(memory_format=torch.channels_last) for t in (x.requires_grad_(), dy))
+        kinds = {"warpsmith": warpsmith.nn.SyncBatchNorm}
+        kinds |= {"torch": torch.nn.SyncBatchNorm} if bench.device.type == "cuda" else {}
+        calls = {}
+        for name, kind in kinds.items():
+            norm = kind(shape[1], device=bench.device)
+            leaves = [x, *norm.parameters()]
+            calls[name] = functools.partial(gradients_of, norm, leaves, dy)
+        times = bench.times(calls, 7, 20)
+        for name, ms in times.items():
+            bench.say("batch_norm", "x".join(map(str, shape)), name, ms, "ms",
+                      of_torch=round(ms / times["torch"], 3) if "torch" in times else None)  # fmt: skip
+
+
+def gradients_of(norm, leaves, dy):
+    return torch.autograd.grad(norm(leaves[0]), leaves, dy)
+
+
 def memory(bench):
     return torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
 
@@ -275,7 +310,9 @@ def gpt2_of(bench):
         run = gpt.Run(mine, "warpsmith", ranks)
         data = gpt.Data(mine, None, ranks)
         batches = [data.batch(i) for i in range(2)]
-        return lambda: [run.step(tokens) for tokens in batches]
+        call = functools.partial(lambda run, batches: [run.step(tokens) for tokens in batches], run, batches)
+        call.run = run
+        return call
 
     return preset, recipe, steps
 
@@ -300,6 +337,26 @@ def gpt2_part(bench):
         rate = 2 * recipe.batch * recipe.context / ms
         bench.say("gpt2", f"{preset} {recipe.batch} a rank", name, rate, "k tokens/s a rank",
                   of_alone=round(times["alone"] / ms, 4))  # fmt: skip
+
+
+def resnet_part(bench):
+    """ResNet-50 of examples/train_resnet.py: a rank alone, and all together, eager and captured."""
+    train_resnet = example("train_resnet")
+    args = train_resnet.parse(["--preset", "digits" if bench.quick else "resnet50"])
+    size, classes = (8, 10) if bench.quick else (224, 1000)
+    images = torch.randn(args.batch, 3, size, size, device=bench.device).to(memory_format=torch.channels_last)
+    batch = {"images": images, "labels": torch.randint(classes, (args.batch,), device=bench.device)}
+    calls = {}
+    for captured in (False, True)[: 1 if bench.device.type == "cpu" else 2]:
+        for name, world in {"alone": 1, "DDP": bench.ctx.world_size}.items():
+            mine = SimpleNamespace(**vars(args) | {"captured": captured})
+            run = train_resnet.Run(mine, SimpleNamespace(device=bench.device, world_size=world), classes, bench.quick)
+            calls[name + ", captured" * captured] = functools.partial(run.step, 0, batch)
+    times = bench.times(calls, 5, 10)
+    for name, ms in times.items():
+        alone = times["alone" + name.removeprefix("alone").removeprefix("DDP")]
+        bench.say("resnet", f"{args.preset} {args.batch} a rank", name, args.batch / ms, "k images/s a rank",
+                  of_alone=round(alone / ms, 4))  # fmt: skip
 
 
 def context_part(bench):
@@ -370,7 +427,10 @@ PARTS = {
     "step": step_part,
     "clip": clip_part,
     "main_grad": main_grad_part,
+    "fp8": fp8_part,
+    "batch_norm": batch_norm_part,
     "gpt2": gpt2_part,
+    "resnet": resnet_part,
     "context": context_part,
     "watch": watch_part,
 }

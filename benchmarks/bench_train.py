@@ -17,6 +17,7 @@ step: steps as one CUDA graph (CapturedStep) beside the same run eagerly: three 
 
 import copy
 import functools
+import importlib
 import sys
 import time
 import traceback
@@ -56,12 +57,16 @@ GPT2_TINY = {"layers": 1, "heads": 2, "width": 32, "context": 16, "batch": 4}
 GPT2_BUDGET_S = {"cuda": 15.0, "cpu": 5.0}
 
 
-def gpt2_example(preset, tiny=False):
-    """The example as a module, and its recipe of a preset on random tokens."""
+def example(name):
+    """A script of examples/ as a module."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
-    import train_gpt
+    return importlib.import_module(name)
 
+
+def gpt2_example(preset, tiny=False):
+    """The example as a module, and its recipe of a preset on random tokens."""
+    train_gpt = example("train_gpt")
     values = train_gpt.PRESETS[preset] | {"tokens": "random"} | (GPT2_TINY if tiny else {})
     return train_gpt, SimpleNamespace(**values)
 

@@ -59,7 +59,8 @@ class Run:
             modules.mlp = modules_of("torch").mlp
         self.model = GPT(s, modules).to(ranks.device)
         scales = warpsmith.amp.Fp8Recipe("tensor", amax="delayed") if s.fp8 == "delayed" else s.fp8
-        self.fp8 = warpsmith.amp.fp8(self.model, scales) if s.fp8 != "none" else None
+        ranks_of_scales = torch.distributed.group.WORLD if ranks.world > 1 else None  # which a checkpoint holds once
+        self.fp8 = warpsmith.amp.fp8(self.model, scales, group=ranks_of_scales) if s.fp8 != "none" else None
         matrices = [p for p in self.model.parameters() if p.dim() >= 2]
         vectors = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

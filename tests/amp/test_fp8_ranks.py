@@ -8,7 +8,7 @@ import torch.distributed as dist
 import warpsmith
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from warpsmith.amp import Fp8Recipe, fp8
+from warpsmith.amp import Fp8Recipe, fp8, fp8_state
 from warpsmith.distributed import ShardedOptimizer, accurate_hook
 from warpsmith.testing.distributed import multirank
 
@@ -109,3 +109,55 @@ def test_like_ranks_and_groups_of_their_own_are_not_refused(rank, world_size):
     model = DistributedDataParallel(small(), process_group=alone)
     fp8(model.module, ("row", "tensor")[rank])  # stages of a pipeline
     model(torch.ones(2, 16)).sum().backward()
+
+
+def delayed_scales(rank, device):
+    """Histories of six captured steps by each rank's own values, of which one overflows on the last rank alone."""
+    model = small().to(device)
+    done = fp8(model, Fp8Recipe("tensor", amax="delayed", history=3), group=dist.group.WORLD)
+    optimizer = warpsmith.optim.SGD(model.parameters(), lr=0.01)
+    scaler = warpsmith.amp.GradScaler(device.type, init_scale=64.0)
+
+    def update(x):
+        loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        scaler.step(optimizer)
+        done.update(scaler.found_inf(optimizer))
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = warpsmith.train.CapturedStep(update, state=[model, optimizer, scaler, done])
+    found = []
+    for i in range(6):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) * (rank + 1)
+        x[0, 0] = torch.inf if i == OVERFLOWS and rank == 1 else x[0, 0]
+        step(x.to(device))
+        state = fp8_state(model)
+        found.append(torch.cat([state["history"].flatten(), state["scales"].flatten()]).to(device))
+    return found
+
+
+OVERFLOWS = 4
+
+
+def check_delayed_scales(rank, device):
+    found = delayed_scales(rank, device)
+    for i, mine in enumerate(found):
+        both = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(both, mine)
+        assert torch.equal(*both), i
+        assert torch.equal(mine, found[i - 1]) == (i == OVERFLOWS), i  # a skipped step advances none
+
+
+@multirank(2, timeout_s=120)
+def test_delayed_scales_are_those_of_all_ranks(rank, world_size):
+    check_delayed_scales(rank, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@multirank(2, backend="nccl", timeout_s=200)
+def test_delayed_scales_of_a_captured_step_on_nccl(rank, world_size):
+    check_delayed_scales(rank, torch.device("cuda", torch.cuda.current_device()))

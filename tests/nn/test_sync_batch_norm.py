@@ -28,23 +28,26 @@ def step(module, x, residual, dy):
     return [y.detach(), *torch.autograd.grad(y, leaves, dy), module.running_mean, module.running_var]
 
 
-def own_share(rank, world_size):
+def own_share(rank, world_size, device):
     found = []
     for dtype in DTYPES:
         pixels, parameters = whole_batch(dtype)
-        module = warpsmith.nn.SyncBatchNorm(16, activation="relu")
-        module.weight.data, module.bias.data = parameters
-        found.append(step(module, *(t.split(SHARES[world_size])[rank] for t in pixels)))
+        module = warpsmith.nn.SyncBatchNorm(16, activation="relu").to(device)
+        module.weight.data, module.bias.data = (t.to(device) for t in parameters)
+        mine = (t.split(SHARES[world_size])[rank].to(device) for t in pixels)
+        found.append([t.cpu() for t in step(module, *mine)])
         module.eval()
-        alone = module(pixels[0][:1])  # evaluation meets no other rank
+        alone = module(pixels[0][:1].to(device))  # evaluation meets no other rank
         assert torch.equal(alone, F.relu(alone))
     return found
 
 
-@pytest.mark.parametrize("ranks", SHARES)
+@pytest.mark.parametrize(
+    ("ranks", "device"), [*((n, "cpu") for n in SHARES), pytest.param(2, "cuda", marks=pytest.mark.gpu)]
+)
 @pytest.mark.not_on_sim("processes of their own")
-def test_ranks_together_obey_the_law_of_one(ranks):
-    results = run_ranks(own_share, ranks, timeout_s=120)
+def test_ranks_together_obey_the_law_of_one(ranks, device):
+    results = run_ranks(own_share, ranks, device, backend="nccl" if device == "cuda" else "gloo", timeout_s=200)
     for i, dtype in enumerate(DTYPES):
         (x, residual, dy), (weight, bias) = whole_batch(dtype)
 
