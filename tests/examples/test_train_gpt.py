@@ -317,9 +317,11 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(data: Path, tmp_path: Pat
     assert losses(parts) == two
 
 
-@pytest.mark.parametrize("shard", ["none", "gradients"])
-def test_the_hook_and_the_sharded_optimizer_resume_bit_for_bit(data: Path, tmp_path: Path, shard: str) -> None:
-    """On two ranks; and a rank alone goes on from what two have saved."""
+@pytest.mark.parametrize(("shard", "fp8"), [("none", "delayed"), ("gradients", "none")])
+def test_the_hook_and_the_sharded_optimizer_resume_bit_for_bit(
+    data: Path, tmp_path: Path, shard: str, fp8: str
+) -> None:
+    """On two ranks, whose scales of FP8 are the same ones; and a rank alone goes on from what two have saved."""
     whole, parts, alone = (tmp_path / name for name in ("whole", "parts", "alone"))
 
     def run(out: Path, *more: object) -> None:
@@ -327,7 +329,7 @@ def test_the_hook_and_the_sharded_optimizer_resume_bit_for_bit(data: Path, tmp_p
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
         assert result.returncode == 0, result.stderr
 
-    run(whole, "--steps", 40, "--reduce", "bfloat16", "--shard", shard)
+    run(whole, "--steps", 40, "--reduce", "bfloat16", "--shard", shard, "--fp8", fp8)
     for out in (parts, alone):
         shutil.copytree(whole, out)
         shutil.rmtree(out / "checkpoints/step-00000040")
