@@ -44,10 +44,11 @@ template <class W, class P> __global__ void __launch_bounds__(kSumColumns* kMaxS
 
 template <class W, class P = float> Status launch_sum_partials(const void* partials, void* sums, int64_t rows,
                                                                int64_t columns, void* stream, void* second = nullptr) {
+  if (columns == 0) return {};
   LaunchConfig config;
   config.grid.x = static_cast<unsigned>(ceil_div(columns, kSumColumns));
   config.grid.y = second ? 2 : 1;
-  config.block.x = kSumColumns * static_cast<unsigned>(std::min<int64_t>(kMaxSumSlices, rows));
+  config.block.x = kSumColumns * static_cast<unsigned>(std::clamp<int64_t>(rows, 1, kMaxSumSlices));
   WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
   return launch(sum_partials<W, P>, config, stream, static_cast<const P*>(partials), static_cast<W*>(sums),
                 static_cast<W*>(second), rows, columns);

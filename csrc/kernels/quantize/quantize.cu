@@ -6,10 +6,11 @@
 #include "common/visit_dtype.h"
 #include "device/launch.h"
 #include "kernels/quantize/dequantize.cuh"
-#include "kernels/quantize/finish.cuh"
 #include "kernels/quantize/quantize_launch.h"
+#include "kernels/quantize/scales.cuh"
 #include "kernels/quantize/tiles.cuh"
 #include "kernels/quantize/transpose_bytes.cuh"
+#include "tiles/sum_partials.cuh"
 
 namespace warpsmith {
 
@@ -17,12 +18,12 @@ using namespace quantize;
 
 namespace {
 
-template <Finish kFinish, class T = float> Status finish(const Partials& p, void* stream) {
+Status launch_scales(const Magnitudes& p, void* stream) {
   if (p.items == 0) return {};
   LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(ceil_div(p.items, kFinishItems));
-  config.block.x = kFinishItems * kFinishParts;
-  return launch(finish_items<kFinish, T>, config, stream, p);
+  config.grid.x = static_cast<unsigned>(ceil_div(p.items, kScaleThreads));
+  config.block.x = kScaleThreads;
+  return launch(make_scales, config, stream, p);
 }
 
 // Zeros behind an address; null: none. A copy engine's write needs less of the host than a kernel.
@@ -64,9 +65,7 @@ Status find_maxima(const QuantizeParams& p, Tiles* t, void* stream) {
 
 // Rows without columns, columns without rows and a tensor without elements have the scale 1.
 Status scales_of_nothing(const QuantizeParams& p, void* stream) {
-  const auto ones = [&](float* to, int64_t items) {
-    return finish<Finish::scale>({nullptr, to, 0, items, {}, true}, stream);
-  };
+  const auto ones = [&](float* to, int64_t items) { return launch_scales({nullptr, to, items, {}, true}, stream); };
   if (p.given || p.scaling == Fp8Scaling::block || p.scaling == Fp8Scaling::block2d) return {};
   if (p.scaling == Fp8Scaling::tensor) return ones(p.scale, 1);
   if (p.data) WARPSMITH_RETURN_IF_FAILED(ones(p.scale, p.rows));
@@ -93,8 +92,9 @@ Status cast_tiles(const QuantizeParams& p, const QuantizeConfig& c, Tiles t, voi
     WARPSMITH_RETURN_IF_FAILED(scales_of_nothing(p, stream));
   }
   if (!p.column_sums) return {};
-  const Partials sums{t.column_sums, p.column_sums, t.down, p.columns, {}, false};
-  return visit_cuda_dtype(p.sums_dtype, [&]<class T>() { return finish<Finish::sum, T>(sums, stream); });
+  return visit_cuda_dtype(p.sums_dtype, [&]<class T>() {
+    return tiles::launch_sum_partials<T>(t.column_sums, p.column_sums, t.down, p.columns, stream);
+  });
 }
 
 }  // namespace
@@ -121,8 +121,7 @@ Status fp8_amax_cuda(const Fp8AmaxParams& p, void* stream) {
 }
 
 Status fp8_scale_cuda(const Fp8ScaleParams& p, void* stream) {
-  return finish<Finish::scale>({p.amax, p.scale, 1, p.count, p.e5m2 ? kE5m2Limits : kE4m3Limits, p.power_of_two},
-                               stream);
+  return launch_scales({p.amax, p.scale, p.count, p.e5m2 ? kE5m2Limits : kE4m3Limits, p.power_of_two}, stream);
 }
 
 Status transpose_bytes_cuda(const TransposeBytesParams& p, void* stream) {

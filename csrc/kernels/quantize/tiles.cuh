@@ -1,5 +1,6 @@
 #pragma once
 #include "device/async_copy.h"
+#include "device/programmatic_launch.h"
 #include "device/reduce.h"
 #include "kernels/quantize/cast.cuh"
 #include "kernels/quantize/quantize.h"
@@ -204,6 +205,7 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
   const S s(p, memory);
   if (s.down >= p.down) return;
   s.copy();
+  device::launch_dependents();  // the sum of column sums
 
   // A thread of each row, then of each column.
   const unsigned thread = s.thread, mine = thread % kTile;
