@@ -20,15 +20,20 @@ import tiers  # noqa: E402
 
 import build  # noqa: E402
 
+IN_TURN = set(library.MACHINES) - library.COUNTED
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and "CXX" not in build.os.environ, reason="no C++ compiler")
 
 
-OTHERS = [name for name in library.MACHINES if name != "sm90"]
-GROUPS = [pytest.param(f, marks=pytest.mark.xdist_group(f"sim law {f}"), id=f) for f in library.FAMILIES]
+def laws():
+    for family in library.FAMILIES:
+        for machine in library.MACHINES:
+            marks = [pytest.mark.xdist_group(f"sim law {family}")]
+            marks += [pytest.mark.full] if machine != "sm90" else []
+            marks += [pytest.mark.in_turn(library.CSRC / "kernels" / family, of=3)] if machine in IN_TURN else []
+            yield pytest.param(family, machine, marks=marks, id=f"{family}-{machine}")
 
 
-@pytest.mark.parametrize("machine", ["sm90", *(pytest.param(m, marks=pytest.mark.full) for m in OTHERS)])
-@pytest.mark.parametrize("family", GROUPS)
+@pytest.mark.parametrize(("family", "machine"), [*laws()])
 def test_the_law_holds_on_simulated_kernels(family: str, machine: str, request, record_property) -> None:
     counted, known = device_coverage.counted_law(family, machine, request.config.stash[tiers.PLAN].full)
     record_property("verdict", "known" if known else "made")
