@@ -162,15 +162,16 @@ def test_the_table_of_times_counts_verdicts_and_remembers_groups() -> None:
     assert measured == {"sim_a": 5.0, "tests/ops/test_a.py": 2.0, "tests/ops/test_b.py": 3.0}
 
 
-def test_the_longest_group_comes_first() -> None:
-    plan = tiers.Plan(seconds={"b": 30.0, "sim_a": 1.0})
+def test_the_longest_group_comes_first_and_the_shortest_of_what_is_early() -> None:
+    plan = tiers.Plan(seconds={"b": 30.0, "sim_a": 1.0, "d": 9.0})
 
-    def item(name: str, group: str) -> SimpleNamespace:
-        mark = SimpleNamespace(args=(group,))
-        return SimpleNamespace(nodeid=name, get_closest_marker=lambda _: mark)
+    def item(name: str, group: str, *marks: str) -> SimpleNamespace:
+        known = {"xdist_group": SimpleNamespace(args=(group,)), **dict.fromkeys(marks, SimpleNamespace())}
+        return SimpleNamespace(nodeid=name, get_closest_marker=known.get)
 
     items = [item("1", "c"), item("2", "b"), item("3", "sim_new"), item("4", "b"), item("5", "sim_a")]
-    assert [i.nodeid for i in plan.longest_first(items)] == ["3", "2", "4", "5", "1"]
+    early = [item("6", "d", "early"), item("7", "sim_a", "early")]
+    assert [i.nodeid for i in plan.longest_first([*items, *early])] == ["7", "6", "3", "2", "4", "5", "1"]
 
 
 def test_only_asked_for_tiers_run() -> None:
