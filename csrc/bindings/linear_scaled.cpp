@@ -5,6 +5,7 @@
 #include "bindings/support/product.h"
 #include "bindings/support/quantize.h"
 #include "bindings/support/scratch.h"
+#include "kernels/linear/own_product.h"
 
 #ifdef WARPSMITH_CUDA
 // Absent in CPU builds of torch; reached only with a CUDA tensor in hand.
@@ -16,7 +17,8 @@ aoti_torch_cuda__scaled_mm_out(AtenTensorHandle out, AtenTensorHandle self, Aten
 
 // scaled_linear: a linear layer whose products are of 8-bit floats. The casts are the quantize family's, the products
 // are cuBLASLt's, by plans that are kept; of blocks, and without it, by torch's _scaled_mm; our own, where
-// WARPSMITH_OWN_PRODUCT=1 asks for them; or, emulated, what they mean: dequantized values multiplied in float32.
+// WARPSMITH_OWN_PRODUCT=1 asks for them, on the CPU with the bits of a card; or, emulated, what they mean: dequantized
+// values multiplied in float32.
 //
 // Scales of rows and of tensors take one cast of x and one of the weight: the products of the gradients read the same
 // bytes, transposed. A row's scale then lies along the sum. It is absorbed: the gradient is multiplied by it before it
@@ -170,13 +172,13 @@ void multiply_emulated(const char* op, const Operand& a, const Operand& b, const
   if (dtype_code(out) != wide) torch::stable::copy_(const_cast<Tensor&>(out), sums);
 }
 
-// out = a @ b^T + bias, of the dtype of out, by our own kernels. False, and nothing is written, where they were not
-// asked for or cannot.
-bool multiply_by_own([[maybe_unused]] const char* op, [[maybe_unused]] const Operand& a,
-                     [[maybe_unused]] const Operand& b, [[maybe_unused]] const OptionalTensor& bias,
-                     [[maybe_unused]] const Tensor& out, [[maybe_unused]] const ScaledOptions& options) {
-#if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
-  if (options.activations == Fp8Scaling::block || !may_be_own(out)) return false;
+// out = a @ b^T + bias, of the dtype of out, by our own kernels or, on the CPU, with their bits. False, and nothing is
+// written, where they were not asked for or cannot.
+bool multiply_by_own(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,
+                     const ScaledOptions& options) {
+  const bool on_cpu = !runs_kernels(out) && out.is_cpu();
+  if (options.activations == Fp8Scaling::block || !(on_cpu ? own_product_is_wanted_everywhere() : may_be_own(out)))
+    return false;
   const auto values = [](const OptionalTensor& scale) {
     return scale ? static_cast<const float*>(scale->const_data_ptr()) : nullptr;
   };
@@ -193,6 +195,15 @@ bool multiply_by_own([[maybe_unused]] const char* op, [[maybe_unused]] const Ope
   p.b_scale = values(b.scale);
   p.scales_of_rows = options.activations == Fp8Scaling::row;
   p.promotes = !accumulates_fast(options.accumulate, terms, false);
+  if (on_cpu) {
+    if (size_bytes(p.dtype) != 2) return false;
+    ++own_products_launched();
+    run_on(
+        op, out, [](void*) { return Status(); },
+        [&](const Parallel& threads) { return float8_product_cpu(p, threads); });
+    return true;
+  }
+#if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
   return run_own_product(op, out, p);
 #else
   return false;
@@ -288,12 +299,8 @@ void multiply_scaled(const char* op, const Operand& a, const Operand& b, const O
     torch::stable::copy_(const_cast<Tensor&>(out), matrix_view(more, 0, out.size(0), out.size(1), out.size(1)));
     return;
   }
-#ifdef WARPSMITH_SIM
-  const bool emulated = false;  // its tensors are the CPU's
-#else
-  const bool emulated = options.emulate;
-#endif
-  if (!emulated && a.data.size(1) > 0) {
+  // Tensors of the CPU, and of the simulated kernels, are emulated in any case.
+  if ((!options.emulate || out.is_cpu()) && a.data.size(1) > 0) {
     OptionalTensor added;
     if (bias) added = aligned(op, as_contiguous(in_dtype(op, "bias", *bias, dtype_code(out)), op));
     if (multiply_by_own(op, a, b, added, out, options)) return;

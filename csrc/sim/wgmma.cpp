@@ -1,6 +1,7 @@
 #include <cstring>
 #include <limits>
 
+#include "common/float8_sums.h"
 #include "device/swizzle.h"
 #include "sim/machine.h"
 
@@ -67,11 +68,24 @@ void read_operand(uint64_t bits, bool mn_major, Operand type, int first, int row
 
 struct Tile {
   alignas(64) float a[16][32], b[256][32], bt[32][256], d[16][256];
+  float a_powers[16][32], b_powers[32][256];  // of 8-bit floats
 };
 
-WARPSMITH_SIM_UNCHECKED void multiply(Tile& t, int columns, int depth) {
+float smallest_normal(Operand type) { return type == Operand::e4m3 ? 0x1p-6f : 0x1p-14f; }
+
+WARPSMITH_SIM_UNCHECKED void multiply(Tile& t, int columns, int depth, Operand a_type, Operand b_type) {
   for (int n = 0; n < columns; ++n)
     for (int k = 0; k < depth; ++k) t.bt[k][n] = t.b[n][k];
+  if (depth == kFloat8Terms) {
+    for (int k = 0; k < depth; ++k) {
+      for (int row = 0; row < 16; ++row) t.a_powers[row][k] = float8_power(t.a[row][k], smallest_normal(a_type));
+      for (int n = 0; n < columns; ++n) t.b_powers[k][n] = float8_power(t.bt[k][n], smallest_normal(b_type));
+    }
+    for (int row = 0; row < 16; ++row)
+      for (int n = 0; n < columns; n += kFloat8Columns)
+        add_float8_products(t.d[row] + n, t.a[row], t.a_powers[row], t.bt[0] + n, t.b_powers[0] + n, 256);
+    return;
+  }
   for (int row = 0; row < 16; ++row)
     for (int k = 0; k < depth; ++k)
       for (int n = 0; n < columns; n += 8)  // by eight, so that -O2 vectorises
@@ -101,7 +115,7 @@ void compute(PendingWgmma* const* all) {
   read_operand(o.b, o.b_mn_major, o.b_type, 0, o.n, t.b, all[0]->site);
   for (int lane = 0; lane < 32; ++lane)
     take_accumulators(t, lane, o.accumulate ? all[lane]->operands.d : nullptr, o.n / 2);
-  multiply(t, o.n, depth);
+  multiply(t, o.n, depth, o.a_type, o.b_type);
   for (int lane = 0; lane < 32; ++lane) give_accumulators(t, lane, all[lane]->operands.d, o.n / 2);
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ RECIPES = [
 ]
 ARGUMENTS = ("scaling", "grad_dtype", "wgrad", "power_of_two")
 ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
-OWN_DEVICES = ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)]
+OWN_DEVICES = ["sim-"] if is_loaded() else ["cpu", pytest.param("cuda", marks=ON_CUDA)]
 
 
 def inputs(case, rng):
@@ -146,8 +147,15 @@ def own_reference(x, weight, bias, accumulate, **options):
     return reference.scaled_linear(x, weight, bias, **options)
 
 
-OWN_SPEC = replace(SPEC, op=own_op, reference=own_reference, inputs=own_inputs, cases=OWN_CASES, devices=("cuda",),
-                   bad_inputs=(), random_cases=50)  # fmt: skip
+OWN_SPEC = replace(SPEC, op=own_op, reference=own_reference, inputs=own_inputs, cases=OWN_CASES, bad_inputs=(),
+                   random_cases=50)  # fmt: skip
+# Of results and gradients, by accumulate and scaling; the same of the CPU, the simulated kernels and a card.
+BITS = {
+    ("e4m3", "fast", "row"): "43b88ee93ed2", ("e4m3", "fast", "tensor"): "ab89442fb95e",
+    ("e4m3", "float32", "row"): "9618700107b4", ("e4m3", "float32", "tensor"): "8913417b54bb",
+    ("e5m2", "fast", "row"): "a07c4e1b679b", ("e5m2", "fast", "tensor"): "1e5d4fd17ab4",
+    ("e5m2", "float32", "row"): "22392e6d74e3", ("e5m2", "float32", "tensor"): "38c3a3e7bcb4",
+}  # fmt: skip
 
 
 class TestByOwnProducts(op_tests(OWN_SPEC)):
@@ -179,6 +187,28 @@ class TestByOwnProducts(op_tests(OWN_SPEC)):
         for rows in (slice(0, 1), slice(100, 117), slice(37, 300)):
             assert all(bitwise_equal(part, all_of[rows]) for part, all_of in zip(made(rows), whole, strict=True))
         assert OPS._own_product("1") == before + 8
+
+    @pytest.mark.parametrize("device", OWN_DEVICES)
+    @pytest.mark.parametrize("scaling", ["row", "tensor"])
+    @pytest.mark.parametrize("accumulate", ["fast", "float32"])
+    @pytest.mark.parametrize("grad_dtype", ["e4m3", "e5m2"])
+    def test_every_device_has_the_same_bits(self, grad_dtype, accumulate, scaling, device):
+        """Also of outliers, of values whose bytes are subnormal or 0, of ties, and of what is not finite."""
+        digest, g = hashlib.sha256(), torch.Generator().manual_seed(5)
+        recipe = Fp8Recipe(scaling, accumulate=accumulate, grad_dtype=grad_dtype)
+        for k, rows in ((32, 40), (48, 7), (128, 130), (512, 33), (2064, 17)):
+            x, w, dy, bias = (torch.randn(*s, generator=g) for s in ((rows, k), (80, k), (rows, 80), (80,)))
+            x[::3] *= torch.logspace(0, -4, k)
+            x[1, :7], w[3], dy[2, :9] = 60 * x[1, :7], 0, 300 * dy[2, :9]
+            x[:, 5] = torch.arange(rows) / 8
+            if k == 48:
+                x[2, 3], w[7, 1], dy[4, 4] = torch.inf, torch.nan, -torch.inf
+            leaves = [t.to(torch_device(device.strip("-")), BF16).requires_grad_() for t in (x, w, bias)]
+            y = warpsmith.scaled_linear(*leaves, recipe=recipe)
+            y.backward(dy.to(y))
+            for t in (y.detach(), leaves[0].grad, leaves[1].grad):
+                digest.update(t.cpu().nan_to_num(1.5, 2.5, 3.5).view(torch.int16).numpy().tobytes())
+        assert digest.hexdigest()[:12] == BITS[grad_dtype, accumulate, scaling]
 
     @pytest.mark.parametrize("device", OWN_DEVICES)
     @pytest.mark.parametrize("accumulate", ["fast", "float32"])

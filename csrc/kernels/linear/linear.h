@@ -79,10 +79,8 @@ Status product_plan_cuda(const ProductParams& params, ProductPlan* plan);
 Status product_workspace_cuda(const ProductParams& params, ProductPlan* plan);
 Status product_cuda(const ProductParams& params, const ProductPlan& plan, void* stream);
 
-// As WARPSMITH_OWN_PRODUCT, which holds until the first call. "auto": where our product was measured to pay. "1":
-// wherever it can run. "128" or "256": that, with tiles of so many rows where they are compiled. Else never. Returns
-// how many of our products were launched so far.
-int64_t ask_for_own_product(const char* how);
+// `store` of 8-bit floats in layout nt, by the Hopper kernels' order of sums and their rounding.
+Status float8_product_cpu(const ProductParams& params, const Parallel& parallel);
 bool own_product_may_run();
 
 // Fills in what the current device says of a problem: the code that runs there.

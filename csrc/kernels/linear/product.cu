@@ -1,6 +1,4 @@
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
 #include <string>
 
 #include "common/alignment.h"
@@ -9,6 +7,7 @@
 #include "device/launch.h"
 #include "kernels/linear/hopper/product_sm90.h"
 #include "kernels/linear/linear.h"
+#include "kernels/linear/own_product.h"
 #include "tiles/sum_partials.cuh"
 
 // Chooses the kernel of a product, where the library contains the Hopper kernels (sm_90a).
@@ -20,22 +19,6 @@ constexpr bool kHopperProducts = true;
 #else
 constexpr bool kHopperProducts = false;  // code that depends on it refers to functions that do not exist
 #endif
-
-constexpr int kNever = -1, kAnyTile = 0, kWhereItPays = 1;  // others: rows of the tile
-int number_of(const char* how) {
-  const std::string text = how && *how ? how : "auto";
-  return text == "auto"                   ? kWhereItPays
-         : text == "1"                    ? kAnyTile
-         : text == "128" || text == "256" ? std::stoi(text)
-                                          : kNever;
-}
-
-std::atomic<int>& asked() {
-  static std::atomic<int> number{number_of(std::getenv("WARPSMITH_OWN_PRODUCT"))};
-  return number;
-}
-
-std::atomic<int64_t> launched{0};
 
 bool is_aligned(const ProductParams& p) {
   const bool tn = p.layout == ProductLayout::tn, nt = p.layout == ProductLayout::nt;
@@ -66,21 +49,16 @@ Status multiply(const ProductParams& p, const ProductKernel& kernel, void* strea
 
 }  // namespace
 
-int64_t ask_for_own_product(const char* how) {
-  asked() = number_of(how);
-  return launched;
-}
-
-bool own_product_may_run() { return kHopperProducts && asked() != kNever; }
+bool own_product_may_run() { return kHopperProducts && own_product_asked() != kNeverOwn; }
 
 Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
   ProductProblem problem{p.rows, p.columns, p.inner, p.layout, p.epilogue};
-  const int how = asked();
+  const int how = own_product_asked();
   problem.asked = p.invariant              ? OwnProduct::always
                   : !own_product_may_run() ? OwnProduct::never
-                  : how == kWhereItPays    ? OwnProduct::automatic
+                  : how == kOwnWhereItPays ? OwnProduct::automatic
                                            : OwnProduct::always;
-  problem.tile_rows = how > kWhereItPays ? how : 0;
+  problem.tile_rows = how > kOwnWhereItPays ? how : 0;
   problem.batches = p.batches;
   problem.factors = p.factors;
   problem.promotes = p.promotes;
@@ -111,7 +89,7 @@ Status product_workspace_cuda(const ProductParams& p, ProductPlan* plan) {
 }
 
 Status product_cuda(const ProductParams& p, const ProductPlan& plan, void* stream) {
-  ++launched;
+  ++own_products_launched();
   WARPSMITH_RETURN_IF_FAILED(multiply(p, *plan.kernel, stream));
   if (!p.column_sums) return {};
   return visit_cuda_dtype(p.column_sums_dtype, [&]<class W>() {

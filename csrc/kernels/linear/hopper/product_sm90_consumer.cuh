@@ -348,7 +348,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         for (int j = 0; j < 32; ++j) sums[j] *= scales[j / 4].at[j % 2];
       }
 #pragma unroll
-      for (int j = 0; j < 32; ++j) sums[j] *= row_scale[j / 2 % 2];
+      for (int j = 0; j < 32; ++j) sums[j] = __fmul_rn(sums[j], row_scale[j / 2 % 2]);  // no part of adding the bias
     }
   }
   // Words of the bias for a panel's columns, as they lie in sums.
