@@ -162,7 +162,7 @@ def test_the_table_of_times_counts_verdicts_and_remembers_groups() -> None:
     assert measured == {"sim_a": 5.0, "tests/ops/test_a.py": 2.0, "tests/ops/test_b.py": 3.0}
 
 
-def test_the_longest_group_comes_first_and_the_shortest_early_one() -> None:
+def test_the_longest_group_is_first_and_the_shortest_early_one() -> None:
     plan = tiers.Plan(seconds={"b": 30.0, "sim_a": 1.0, "d": 9.0})
 
     def item(name: str, group: str, *marks: str) -> SimpleNamespace:
