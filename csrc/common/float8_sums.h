@@ -20,8 +20,11 @@ inline float float8_power(float value, float smallest) {
   return value == 0 ? 0 : power < smallest ? smallest : power;
 }
 
+// Towards zero; 0 of a NaN or an infinity. Terms in units are below 2^16.
+inline int cut_to_units(float x) { return std::abs(x) < 0x1p20f ? static_cast<int>(x) : 0; }
+
 // sums[c] and the products a[k] b[k, c] over 32 k; rows of b and of its powers `stride` apart. Powers are those of
-// float8_power. What is made of a NaN or an infinity is not used.
+// float8_power.
 constexpr int kFloat8Columns = 64;
 WARPSMITH_VECTORIZE static void add_float8_products(float* sums, const float* a, const float* a_powers, const float* b,
                                                     const float* b_powers, int stride) {
@@ -40,10 +43,10 @@ WARPSMITH_VECTORIZE static void add_float8_products(float* sums, const float* a,
   constexpr float kUnits = 1 << 13;
   for (int c = 0; c < kFloat8Columns; ++c) {
     unit[c] = top[c] > 0 ? kUnits / top[c] : 0;
-    total[c] = static_cast<int>(sums[c] * unit[c]);
+    total[c] = cut_to_units(sums[c] * unit[c]);
   }
   for (int k = 0; k < kFloat8Terms; ++k)
-    for (int c = 0; c < kFloat8Columns; ++c) total[c] += static_cast<int>(a[k] * b[k * stride + c] * unit[c]);
+    for (int c = 0; c < kFloat8Columns; ++c) total[c] += cut_to_units(a[k] * b[k * stride + c] * unit[c]);
   for (int c = 0; c < kFloat8Columns; ++c) {
     const float sum = static_cast<float>(total[c]) * (top[c] / kUnits);
     const float cut = std::bit_cast<float>(std::bit_cast<uint32_t>(sum) & ~0x3ffu);

@@ -192,7 +192,7 @@ class TestByOwnProducts(op_tests(OWN_SPEC)):
     @pytest.mark.parametrize("scaling", ["row", "tensor"])
     @pytest.mark.parametrize("accumulate", ["fast", "float32"])
     @pytest.mark.parametrize("grad_dtype", ["e4m3", "e5m2"])
-    def test_every_device_has_the_same_bits(self, grad_dtype, accumulate, scaling, device):
+    def test_every_device_has_the_bits_of_a_card(self, grad_dtype, accumulate, scaling, device):
         """Also of outliers, of values whose bytes are subnormal or 0, of ties, and of what is not finite."""
         digest, g = hashlib.sha256(), torch.Generator().manual_seed(5)
         recipe = Fp8Recipe(scaling, accumulate=accumulate, grad_dtype=grad_dtype)

@@ -64,11 +64,11 @@ EDGES = {family: TESTS / f"{name}.py" for family, name in (
     ("attention", "ops/test_attention_drawn"), ("linear_loss", "ops/test_linear_loss_parts"),
     ("optim", "optim/test_kernels"),
 )}  # fmt: skip
-# What the address sanitizer runs. Other values, repeats and counts of bytes touch addresses of other checks again;
-# rows beyond 2^31 elements take two minutes an op.
+# What the address sanitizer runs. Other values, repeats, digests and counts of bytes touch addresses of other checks
+# again; rows beyond 2^31 elements take two minutes an op.
 ADDRESSES = (
     "sim- and not (far_rows or beyond_2_31 or bytes_moved or edge_value or no_uninitialised or repeats or hard"
-    " or depend_on_the_others)"
+    " or bits_of_a_card or depend_on_the_others)"
 )
 # Of the optimizers' edges: bytes are counted, and gradients of the other dtype are misaligned by another test.
 SANITIZED_EDGES = {"optim": ["-k", "not reads_and_writes and not other-sim"]}
