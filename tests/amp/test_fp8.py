@@ -104,6 +104,23 @@ def test_layers_of_ours_keep_their_residual():
             model["a"](x, residual=residual)
 
 
+def test_layers_read_the_parameters_that_they_have():
+    """Not those of the conversion: computed ones, and others that a function puts in their place for a call."""
+    made, x = nn.Sequential(nn.Linear(32, 48)), torch.randn(4, 32)
+    warpsmith.amp.fp8(made)
+    weight, bias = made[0].weight.detach().clone(), made[0].bias.detach().clone()
+    others = {"0.weight": 2 * weight, "0.bias": bias + 1}
+    expected = warpsmith.scaled_linear(x, 2 * weight, bias + 1)
+    assert torch.equal(torch.func.functional_call(made, others, (x,)), expected)
+    assert torch.equal(made(x), warpsmith.scaled_linear(x, weight, bias))
+    made[0].weight = nn.Parameter(2 * weight)
+    made[0].bias = None
+    assert torch.equal(made(x), warpsmith.scaled_linear(x, 2 * weight))
+    nn.utils.parametrize.register_parametrization(made[0], "weight", nn.Flatten(1))
+    made[0].parametrizations.weight.original.data.mul_(2)
+    assert torch.equal(made(x), warpsmith.scaled_linear(x, 4 * weight))
+
+
 def test_copies_are_converted_and_pickles_are_not():
     model = small()
     fp8(model, DELAYED)

@@ -17,14 +17,15 @@ class Layers(TorchDispatchMode):
     count = casts = producers = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        is_layer = op is torch.ops.warpsmith.scaled_linear_forward.default
+        is_layer = op in LAYERS
         self.count += is_layer
-        self.casts += is_layer and args[LAYER.index("x_data")] is None
+        self.casts += is_layer and args[ARGUMENTS.index("x_data")] is None
         self.producers += op._schema.name.endswith("_fp8")
         return op(*args, **(kwargs or {}))
 
 
-LAYER = [a.name for a in torch.ops.warpsmith.scaled_linear_forward.default._schema.arguments]
+LAYERS = [getattr(torch.ops.warpsmith, f"scaled_linear_{form}").default for form in ("forward", "inference")]
+ARGUMENTS = [a.name for a in LAYERS[0]._schema.arguments]
 
 
 def step(model, family):

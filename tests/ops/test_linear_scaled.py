@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import warpsmith
-from warpsmith import reference
+from warpsmith import _C, reference
 from warpsmith.amp import Fp8Recipe
 from warpsmith.ops.linear import Fp8State
 from warpsmith.reference.quantize import finite_amax
@@ -28,6 +28,7 @@ RECIPES = [
     {"scaling": "tensor", "grad_dtype": "e5m2", "power_of_two": False},
     {"scaling": "block", "wgrad": "high"},
 ]
+OPTIONS = Fp8Recipe().options + _C.SCALED_FLAGS["emulate"] + _C.SCALED_FLAGS["watch"]
 ARGUMENTS = ("scaling", "grad_dtype", "wgrad", "power_of_two")
 ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 OWN_DEVICES = ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)]
@@ -56,7 +57,7 @@ def whole_sizes(draw, st, case):
 
 
 def raw_arguments(g):
-    return g["x"], g["weight"], g["bias"], *(None,) * 8, 0, 0, False, False, True, True, True
+    return g["x"], g["weight"], g["bias"], *(None,) * 5, OPTIONS
 
 
 CASES = [
@@ -90,6 +91,7 @@ SPEC = OpSpec(
     random_cases=200,
     opcheck={
         OPS.scaled_linear_forward.default: raw_arguments,
+        OPS.scaled_linear_inference.default: raw_arguments,
         OPS.scaled_linear.default: raw_arguments,
     },
     traced="warpsmith::scaled_linear",

@@ -117,6 +117,26 @@ def test_one_op_a_direction():
 
 
 @pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
+def test_what_nobody_reads_is_not_returned(scaling):
+    """Without a gradient, and where x was cast before, the op gives y alone."""
+    made, call = layer(scaling=scaling)
+    x = torch.randn(4, 32, requires_grad=True)
+    with Calls() as calls:
+        expected = call(x)
+        assert torch.equal(call(x), expected)
+        made.requires_grad_(False)
+        with torch.no_grad():
+            assert torch.equal(call(x), expected)
+        assert torch.equal(call(x.detach()), expected)
+    forms = [name for name in calls.seen if name != "scaled_linear_cast"]
+    assert forms == ["scaled_linear_forward", *["scaled_linear_inference"] * 3]
+    # a frozen layer of a model in training counts all the same
+    state = _scaled_linear.Fp8State(torch.device("cpu"))
+    warpsmith.scaled_linear(x.detach().fill_(torch.inf), made.weight, recipe=scaling, state=state)
+    assert state.x_counts.tolist() == [0, x.numel()]
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
 def test_micro_batches_cast_a_weight_once(scaling):
     made, call = layer(scaling=scaling)
     optimizer = warpsmith.optim.AdamW(made.parameters(), lr=1e-2)
@@ -389,8 +409,8 @@ class Shares(TorchDispatchMode):
         self.forward, self.backward = [], []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op is raw.scaled_linear_forward.default:
-            self.forward.append(args[9] is not None)
+        if op in (raw.scaled_linear_forward.default, raw.scaled_linear_inference.default):
+            self.forward.append(args[6] is not None)
         if op is raw.scaled_linear_backward.default:
             self.backward.append(args[11] is not None)
         return op(*args, **(kwargs or {}))

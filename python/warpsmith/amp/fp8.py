@@ -17,6 +17,7 @@ from warpsmith._core.library import raw
 from warpsmith._core.modules import stock
 from warpsmith._core.pending import settle
 from warpsmith.amp.fp8_ranks import group_of_forward, require_same_layers
+from warpsmith.ops import _scaled_linear
 from warpsmith.ops._linear import LINEAR, capability, under_autocast
 from warpsmith.ops._scaled_linear import (
     Fp8Recipe,
@@ -27,7 +28,6 @@ from warpsmith.ops._scaled_linear import (
     is_emulated,
 )
 from warpsmith.ops._shared_casts import BY_ROWS
-from warpsmith.ops.linear import scaled_linear
 
 _OP, _LOAD = "fp8", "load_fp8_state"
 _HEADS = ("lm_head", "head", "output", "unembed")  # names of layers that make logits
@@ -53,18 +53,19 @@ def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
     layer: _Layer | None = self._fp8
     if layer is None:  # undone below somebody else's forward
         return type(self).forward(self, input, *(() if residual is None else (residual,)))
-    owner = layer.owner
+    owner, parameters = layer.owner, self._parameters
     if not owner._is_compared and (group := group_of_forward()) is not None:
         owner._compare(group)
-    weight = self.weight
+    # nn.Module finds a parameter by a look-up that fails first (0.5 us); what is computed has no place among them.
+    weight = parameters["weight"] if "weight" in parameters else self.weight
+    bias = parameters["bias"] if "bias" in parameters else self.bias
     if layer.state.device != weight.device:
         owner.renew(layer, weight.device)
     if residual is not None:  # as linear takes it
         cast, residual = under_autocast(LINEAR, x=input, residual=residual)
         checks.same_dtype(LINEAR, "residual", residual, cast)  # type: ignore[arg-type]
         checks.same_shape(LINEAR, "residual", residual, (*input.shape[:-1], self.out_features))  # type: ignore[arg-type]
-    recipe, emulate = owner.recipe, owner.emulate
-    y = scaled_linear(input, weight, self.bias, recipe=recipe, state=layer.state, emulate=emulate)
+    y = _scaled_linear.layer(input, weight, bias, owner.recipe, layer.state, owner.emulate)
     return y if residual is None else y + residual
 
 

@@ -14,12 +14,16 @@ from torch import Tensor
 from warpsmith._core.library import _without_wrapper, raw
 from warpsmith._core.pending import stream_of
 
+# torch.cuda.is_current_stream_capturing without its Python; absent in CPU builds of torch.
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 BY_ROWS = 2  # Fp8Recipe.how of scales of rows that are powers of two
 
 
 def place_of(t: Tensor) -> int | None:
     """The current stream of a tensor's device; None while it is captured."""
-    return None if t.is_cuda and torch.cuda.is_current_stream_capturing() else stream_of(t)
+    if not t.is_cuda:
+        return 0
+    return None if _is_capturing() else stream_of(t)
 
 
 def key_of(t: Tensor, stream: int | None) -> tuple[Any, ...]:
@@ -41,10 +45,10 @@ class _Shared:
 
     def find(self, x: Tensor | None, stream: int | None, how: int) -> tuple[Any, ...]:
         """What was kept of a cast, or ()."""
-        return self.made if x is not None and self.of() is x and self.key == (*key_of(x, stream), how) else ()
+        return self.made if x is not None and self.of() is x and self.key == (key_of(x, stream), how) else ()
 
     def keep(self, x: Tensor, stream: int | None, how: int, *made: Any) -> None:
-        self.of, self.key, self.made = weakref.ref(x), (*key_of(x, stream), how), made
+        self.of, self.key, self.made = weakref.ref(x), (key_of(x, stream), how), made
 
 
 def _nobody() -> None:
