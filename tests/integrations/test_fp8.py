@@ -7,6 +7,7 @@ import torch
 import warpsmith
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from warpsmith.ops import _scaled_linear, _shared_casts
 
 from tests.integrations.families import ALL, FAMILIES, inputs_of, small_model
 
@@ -111,11 +112,11 @@ def test_producers_cast_what_projections_read(family, dtype, monkeypatch):
 def test_producers_change_no_bit_of_a_training(monkeypatch):
     """Steps of an optimizer, two micro-batches each, the second one's blocks checkpointed."""
 
-    def train():
+    def train(**options):
         model = small_model("llama").to(torch.bfloat16).train()
         losses = []
         with warpsmith.patch(model):
-            done = warpsmith.amp.fp8(model)
+            done = warpsmith.amp.fp8(model, **options)
             optimizer = warpsmith.optim.AdamW(model.parameters(), lr=1e-3)
             for _ in range(2):
                 for micro_batch in range(2):
@@ -131,8 +132,76 @@ def test_producers_change_no_bit_of_a_training(monkeypatch):
             done.undo()
         return losses, counts, list(model.parameters())
 
-    losses, counts, parameters = train()
+    found = train(), train(recompute=False)
     monkeypatch.setattr("warpsmith.integrations._parts.reads_rows", lambda layer: False)
-    expected, expected_counts, plain = train()
-    assert losses == expected and counts == expected_counts
-    assert all(torch.equal(a, b) for a, b in zip(parameters, plain, strict=True))
+    expected, expected_counts, plain = train(recompute=False)
+    for losses, counts, parameters in found:
+        assert losses == expected and counts == expected_counts
+        assert all(torch.equal(a, b) for a, b in zip(parameters, plain, strict=True))
+
+
+def kept_bytes(model, tokens):
+    """What a forward keeps for its backward beyond the parameters, by storages."""
+    parameters, found = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(t):
+        found[t.untyped_storage().data_ptr()] = t  # so that none is freed and its address given to another
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+    return loss, sum(t.untyped_storage().nbytes() for place, t in found.items() if place not in parameters)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("grad", [True, False], ids=["trained", "frozen"])
+def test_what_a_layer_keeps(recompute, grad):
+    """Beyond a patched model in bfloat16, which makes the outputs of its norms and of SwiGLU again: a byte an element
+    of what the four products of a layer read; of the SwiGLU's alone where they are made again; and their scales."""
+    model = small_model("llama").to(torch.bfloat16).train()
+    size, tokens = model.config, torch.randint(model.config.vocab_size, (2, 64))
+    for name, p in model.named_parameters():
+        p.requires_grad_(grad or "proj" not in name)
+    rows, layers = tokens.numel(), size.num_hidden_layers
+    with warpsmith.patch(model, linear=True):
+        _, plain = kept_bytes(model, tokens)
+        done = warpsmith.amp.fp8(model, recompute=recompute)
+        loss, kept = kept_bytes(model, tokens)
+        x, h = (n * rows for n in (size.hidden_size, size.intermediate_size))
+        if grad:
+            assert kept - plain == layers * (h + 4 * rows) + (0 if recompute else layers * (3 * x + 3 * 4 * rows))
+        else:
+            assert kept <= plain
+        loss.backward()
+        done.undo()
+
+
+def test_what_bytes_are_made_of_again_must_not_change():
+    """torch refuses a backward behind a write to the sum that a norm has read, and the layer behind it reads again."""
+    weight, norm = (nn.Parameter(torch.randn(*s)) for s in ((32, 64), (64,)))
+    state = _scaled_linear.Fp8State(torch.device("cpu"), recomputes=True)
+    for again, written in ((True, True), (True, False), (False, True)):
+        state.recomputes = again
+        x = torch.randn(4, 64, requires_grad=True) * 1
+        y = _shared_casts.with_cast("rms_norm")(x, norm, 1e-5, 0.0)
+        loss = warpsmith.scaled_linear(y, weight, state=state).sum()
+        kept = loss.grad_fn.next_functions[0][0].saved_tensors
+        assert any(t is not None and t.data_ptr() == x.data_ptr() for t in kept) is again
+        if written:
+            with torch.no_grad():
+                x.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+def test_bytes_are_kept_where_what_they_are_made_of_is_gone():
+    weight, norm = (nn.Parameter(torch.randn(*s)) for s in ((32, 64), (64,)))
+    state = _scaled_linear.Fp8State(torch.device("cpu"), recomputes=True)
+    x = torch.randn(4, 64)
+    y = _shared_casts.with_cast("rms_norm")(x.clone(), norm.detach().requires_grad_(), 1e-5, 0.0)
+    warpsmith.scaled_linear(y, weight, state=state).sum().backward()
+    found, weight.grad = weight.grad, None
+    warpsmith.scaled_linear(warpsmith.rms_norm(x, norm, 1e-5), weight).sum().backward()
+    assert torch.equal(found, weight.grad)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -28,7 +28,7 @@ from warpsmith._core.library import (
     register_fake,
 )
 from warpsmith.ops._quantize import FLOATS, check_dtype
-from warpsmith.ops._shared_casts import fake_rows, leave_cast
+from warpsmith.ops._shared_casts import Source, fake_rows, leave_cast
 
 _FLOAT32_EPS = torch.finfo(torch.float32).eps
 _FLOAT64_EPS = torch.finfo(torch.float64).eps
@@ -37,6 +37,20 @@ _FLOAT64_EPS = torch.finfo(torch.float64).eps
 def default_eps(x: Tensor) -> float:
     """The eps of an RMS norm without one: torch's rule."""
     return _FLOAT64_EPS if getattr(x, "dtype", None) is torch.float64 else _FLOAT32_EPS
+
+
+def _source(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Source | None:
+    """Of an RMS norm's y: what was normed, which its backward reads. That may be wider than y."""
+    *tensors, weight, eps, offset = inputs
+    normed = outputs[1] if len(tensors) == 2 else tensors[0]
+    if weight is None or normed.dtype is not outputs[0].dtype:
+        return None
+
+    def cast(normed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        *_, data, scale, _ = call_raw(raw.rms_norm_fp8.default, normed, weight, eps, offset)
+        return data, scale
+
+    return Source(cast, normed, weight)
 
 
 def _check_inputs(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -215,7 +229,7 @@ def norm(op: str) -> Callable:
     )
     if not (layer or dropout):
         register_fake(op + "_fp8", fake_fp8)
-        leave_cast(op, build)
+        leave_cast(op, build, _source)
     return build(forward=forward)
 
 

@@ -35,7 +35,7 @@ from warpsmith._core.main_grad import PLAIN, is_gathered
 from warpsmith._core.pending import note, note_later, settled
 from warpsmith.ops import _quantize
 from warpsmith.ops._linear import capability, under_autocast
-from warpsmith.ops._shared_casts import of_columns, of_rows, place_of
+from warpsmith.ops._shared_casts import BY_ROWS, of_columns, of_rows, place_of, source_of
 
 SCALED = "scaled_linear"
 RECIPE = "Fp8Recipe"
@@ -118,9 +118,11 @@ class Fp8Recipe:
 
 class Fp8State:
     """What a layer keeps on its device: scales that are known before a step (None: computed), the largest magnitudes
-    since the last step, and how many elements were saturated and not finite, of x and of the gradient."""
+    since the last step, and how many elements were saturated and not finite, of x and of the gradient. ``recomputes``:
+    the backward makes the bytes of x again where what they are made of is kept anyway."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, recomputes: bool = False) -> None:
+        self.recomputes = recomputes
         self.x_scale: Tensor | None = None
         self.dy_scale: Tensor | None = None
         self._totals = [
@@ -582,8 +584,9 @@ def _forward(
     training: bool,
     keeps: bool,
 ) -> tuple[Any, ...]:
-    """y; bytes and scale of x. ``keeps``: for a backward, and for other layers of x; else they may be None."""
-    x_scale, how, made = None if state is None else state.x_scale, recipe.how, ()
+    """y; bytes and scale of x, and their source. ``keeps``: for a backward, and for other layers of x; else they may be
+    left out."""
+    x_scale, how, made, source = None if state is None else state.x_scale, recipe.how, (), None
     if state is not None and training and recipe.is_delayed:
         options += _WATCH
         how += 1
@@ -594,13 +597,14 @@ def _forward(
     casts = (None, None) if kept is None else (kept.data, kept.scale)
     given = x, weight, bias, *casts, x_scale, *(made[:2] or (None, None)), options
     if made:
-        data, scale, counts, amax = made
+        data, scale, counts, amax, source = made
         y = call_raw(_eager_inference, *given)
     elif keeps or (state is not None and training):
         y, counts, amax, data, scale = call_raw(_eager_forward, *given)
         if finds and keeps and not x.is_inference():
             of_columns.clear()  # of a forward before: a loop may have written to it by x.data
-            of_rows.keep(x, stream, how, data, scale, counts, amax)
+            source = source_of(x) if how == BY_ROWS and x.requires_grad else None
+            of_rows.keep(x, stream, how, data, scale, counts, amax, source)
     else:
         return (call_raw(_eager_inference, *given),)
     if state is not None and training:
@@ -609,28 +613,30 @@ def _forward(
         note_later(x_counts, counts, stream)
         if recipe.is_delayed:
             note_later(x_amax, amax, stream)
-    return y, data, scale if x_scale is None else x_scale
+    return y, data, scale if x_scale is None else x_scale, source
 
 
 def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return _NO_CASTS
     of_rows.clear()  # layers of one x have all run forward
-    recipe, totals, options = ctx.call
-    x, weight, bias, data, scale, dy_scale = ctx.saved_tensors
+    recipe, totals, options, source = ctx.call
+    x, weight, bias, data, scale, dy_scale, *made_of = ctx.saved_tensors
     want_dx, want_dweight, want_dbias, _ = ctx.needs_input_grad
     plain, stream = not is_batched(dy) and not _in_transform(), place_of(dy)
     casts = _for_dx(weight, recipe, stream) if want_dx else _NO_CASTS
-    of = x if recipe.scaling == "block" else data
+    of = x if recipe.scaling == "block" else data if source is None else source
     finds = want_dweight and recipe.wgrad == "fp8" and plain and stream is not None
     turned = of_columns.find(of, stream, recipe.how) if finds else ()
+    if source is not None and want_dweight:
+        data, scale = turned[2:] or source.cast(*made_of)
     if totals is not None and recipe.is_delayed:
         options += _WATCH
-    given = x, weight, bias, data, scale, *casts, dy_scale, *(turned or (None, None))
+    given = x, weight, bias, data, scale, *casts, dy_scale, *(turned[:2] or (None, None))
     found = call_raw(_eager_backward, dy, *given, options, want_dx, want_dweight, want_dbias)
     dx, dweight, dbias, counts, amax, *new = found
     if finds and not turned:
-        of_columns.keep(of, stream, recipe.how, *new)
+        of_columns.keep(of, stream, recipe.how, *new, *(() if source is None else (data, scale)))
     if want_dweight and (kept := kept_of(weight)) is not None:
         kept.has_gradient = True
     if totals is not None and plain:  # of several gradients in one nobody counts them
@@ -645,14 +651,17 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Any) -> Tensor:
         recipe, state, options, stream = call
-        y, data, scale = _forward(x, weight, bias, recipe, state, options, stream, True, True)
+        y, data, scale, source = _forward(x, weight, bias, recipe, state, options, stream, True, True)
         # The totals as they are now: a layer that is moved gets others.
         totals, dy_scale = (None, None) if state is None else (state.totals(), state.dy_scale)
-        ctx.call = recipe, totals, options
+        made_of = source.tensors() if source is not None and state is not None and state.recomputes else ()
+        ctx.call = recipe, totals, options, source if made_of else None
         if not weight.requires_grad:
             ctx.save_for_backward(None, weight, bias, None, None, dy_scale)
         elif recipe.reads_x:
             ctx.save_for_backward(x, weight, bias, None, None, dy_scale)
+        elif made_of:
+            ctx.save_for_backward(None, weight, bias, None, None, dy_scale, *made_of)
         else:
             ctx.save_for_backward(None, weight, bias, data, scale, dy_scale)
         ctx.set_materialize_grads(False)  # zeros would cost kernels, and their share of every gradient
