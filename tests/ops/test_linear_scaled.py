@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import warpsmith
-from warpsmith import _C, reference
+from warpsmith import reference
 from warpsmith.amp import Fp8Recipe
 from warpsmith.ops.linear import Fp8State
 from warpsmith.reference.quantize import finite_amax
@@ -28,7 +28,7 @@ RECIPES = [
     {"scaling": "tensor", "grad_dtype": "e5m2", "power_of_two": False},
     {"scaling": "block", "wgrad": "high"},
 ]
-OPTIONS = Fp8Recipe().options + _C.SCALED_FLAGS["emulate"] + _C.SCALED_FLAGS["watch"]
+OPTIONS = Fp8Recipe().options + 128 + 256  # emulated, and watched
 ARGUMENTS = ("scaling", "grad_dtype", "wgrad", "power_of_two")
 ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 OWN_DEVICES = ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)]

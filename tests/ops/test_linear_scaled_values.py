@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpsmith import reference
 from warpsmith._core import pending
 from warpsmith.amp import Fp8Recipe
-from warpsmith.ops import _scaled_linear
+from warpsmith.ops import _scaled_linear, _shared_casts
 from warpsmith.testing import bitwise_equal
 
 E4M3 = torch.float8_e4m3fn
@@ -531,3 +531,34 @@ def test_casts_go_with_their_weight():
     del made, call
     gc.collect()
     assert kept() is None and len(_scaled_linear._kept) == count - 1
+
+
+def test_what_bytes_are_made_of_again_must_not_change():
+    """torch refuses a backward behind a write to the sum that a norm has read, and the layer behind it reads again."""
+    weight, norm = (torch.nn.Parameter(torch.randn(*s)) for s in ((32, 64), (64,)))
+    state = _scaled_linear.Fp8State(torch.device("cpu"), recomputes=True)
+    for again, written in ((True, True), (True, False), (False, True)):
+        state.recomputes = again
+        x = torch.randn(4, 64, requires_grad=True) * 1
+        y = _shared_casts.with_cast("rms_norm")(x, norm, 1e-5, 0.0)
+        loss = warpsmith.scaled_linear(y, weight, state=state).sum()
+        kept = loss.grad_fn.next_functions[0][0].saved_tensors
+        assert any(t is not None and t.data_ptr() == x.data_ptr() for t in kept) is again
+        if written:
+            with torch.no_grad():
+                x.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+def test_bytes_are_kept_where_what_they_are_made_of_is_gone():
+    weight, norm = (torch.nn.Parameter(torch.randn(*s)) for s in ((32, 64), (64,)))
+    state = _scaled_linear.Fp8State(torch.device("cpu"), recomputes=True)
+    x = torch.randn(4, 64)
+    y = _shared_casts.with_cast("rms_norm")(x.clone(), norm.detach().requires_grad_(), 1e-5, 0.0)
+    warpsmith.scaled_linear(y, weight, state=state).sum().backward()
+    found, weight.grad = weight.grad, None
+    warpsmith.scaled_linear(warpsmith.rms_norm(x, norm, 1e-5), weight).sum().backward()
+    assert torch.equal(found, weight.grad)
