@@ -223,6 +223,25 @@ def test_delayed_scales_follow_the_largest_of_the_last_steps():
     assert saturated[0] > 0 and saturated[2] > 0 and saturated[1] == saturated[3] == 0  # of step 2
 
 
+@pytest.mark.parametrize(("margin", "room"), [({}, 2), ({"margin": 0}, 1), ({"margin": 2}, 4)], ids=str)
+def test_how_much_larger_than_the_last_steps_nothing_saturates(margin, room):
+    """By default twice as large: of x, and of the gradient, whose largest values of steps differ most."""
+    torch.manual_seed(0)
+    model, x, dy = nn.Sequential(nn.Linear(32, 32)), torch.randn(16, 32), torch.randn(16, 32)
+    done = fp8(model, Fp8Recipe("tensor", amax="delayed", **margin))
+
+    def saturated(factor):
+        """In a step of values that are so much larger, which leaves no history."""
+        before = done.counts()["0"]
+        model(factor * x).backward(factor * dy)
+        done.update(found_inf=torch.ones(()))
+        return [b > a for a, b in zip(before[::2], done.counts()["0"][::2], strict=True)]
+
+    model(x).backward(dy)
+    done.update()
+    assert saturated(room) == [False, False] and saturated(2 * room) == [True, True]
+
+
 def test_a_skipped_step_advances_no_history():
     model, scaler = small(), warpsmith.amp.GradScaler("cpu", init_scale=8.0)
     done, optimizer = fp8(model, DELAYED), warpsmith.optim.AdamW(model.parameters(), lr=1e-2)
