@@ -562,3 +562,14 @@ def test_bytes_are_kept_where_what_they_are_made_of_is_gone():
     found, weight.grad = weight.grad, None
     warpsmith.scaled_linear(warpsmith.rms_norm(x, norm, 1e-5), weight).sum().backward()
     assert torch.equal(found, weight.grad)
+
+
+def test_bytes_are_kept_where_fully_shard_may_free_the_norm(monkeypatch):
+    weight, norm = (torch.nn.Parameter(torch.randn(*s)) for s in ((32, 64), (64,)))
+    state, x = _scaled_linear.Fp8State(torch.device("cpu"), recomputes=True), torch.randn(4, 64, requires_grad=True)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for gathered in (True, False):
+        for module in ("_norm", "_scaled_linear"):
+            monkeypatch.setattr(f"warpsmith.ops.{module}.is_gathered", lambda parameter, found=gathered: found)
+        y = warpsmith.scaled_linear(_shared_casts.with_cast("rms_norm")(x, norm, 1e-5, 0.0), weight, state=state)
+        assert any(t is norm for t in y.grad_fn.saved_tensors) is not gathered

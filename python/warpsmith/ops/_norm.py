@@ -14,6 +14,7 @@ from types import NoneType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from warpsmith._core import checks
@@ -27,6 +28,7 @@ from warpsmith._core.library import (
     raw,
     register_fake,
 )
+from warpsmith._core.main_grad import is_gathered
 from warpsmith.ops._quantize import FLOATS, check_dtype
 from warpsmith.ops._shared_casts import Source, fake_rows, leave_cast
 
@@ -40,10 +42,13 @@ def default_eps(x: Tensor) -> float:
 
 
 def _source(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Source | None:
-    """Of an RMS norm's y: what was normed, which its backward reads. That may be wider than y."""
+    """Of an RMS norm's y: what was normed, which its backward reads. It may be wider than y. A weight that fully_shard
+    has gathered may be freed when a layer's backward would read it."""
     *tensors, weight, eps, offset = inputs
     normed = outputs[1] if len(tensors) == 2 else tensors[0]
     if weight is None or normed.dtype is not outputs[0].dtype:
+        return None
+    if dist.is_available() and dist.is_initialized() and is_gathered(weight):
         return None
 
     def cast(normed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
