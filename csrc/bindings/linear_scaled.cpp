@@ -34,25 +34,21 @@ constexpr int64_t kSizeMultiple = 16;  // of the sizes of a product of 8-bit flo
 struct ScaledOptions {
   Fp8Scaling activations, weights;
   ScaledAccumulate accumulate;
-  ScalarType grad_dtype;
-  bool high, power_of_two, emulate, watch;
+  bool grad_e5m2 = false, wgrad_high = false, power_of_two = false, emulate = false, watch = false;
 };
 
-ScaledOptions options_of(const char* op, int64_t scaling, int64_t accumulate, bool e5m2, bool high, bool power_of_two,
-                         bool emulate, bool watch) {
-  if (scaling < 0 || scaling > static_cast<int64_t>(Fp8Scaling::block))
-    refuse(op, "scaling", "0 (row), 1 (tensor) or 2 (block)", std::to_string(scaling));
-  if (accumulate < 0 || accumulate > 2)
-    refuse(op, "accumulate", "0 (auto), 1 (fast) or 2 (float32)", std::to_string(accumulate));
+ScaledOptions options_of(const char* op, int64_t options) {
+  const int64_t scaling = options & 3, accumulate = options >> 2 & 3;
+  if (options < 0 || options >= 512 || scaling == 3 || accumulate == 3)
+    refuse(op, "options", "the options of a recipe, as linear_ops.h has them", std::to_string(options));
   const auto of = static_cast<Fp8Scaling>(scaling);
-  return {of,
-          of == Fp8Scaling::block ? Fp8Scaling::block2d : of,
-          static_cast<ScaledAccumulate>(accumulate),
-          e5m2 ? ScalarType::Float8_e5m2 : kE4m3,
-          high,
-          power_of_two,
-          emulate,
-          watch};
+  ScaledOptions o{.activations = of,
+                  .weights = of == Fp8Scaling::block ? Fp8Scaling::block2d : of,
+                  .accumulate = static_cast<ScaledAccumulate>(accumulate)};
+#define WARPSMITH_ROW(flag, bit) o.flag = options & bit;
+  WARPSMITH_SCALED_FLAGS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+  return o;
 }
 
 // ---- checks
@@ -324,10 +320,6 @@ Tensor filled_up(const char* op, const Tensor& t) {
   return all;
 }
 
-Tensor or_nothing(const char* op, const OptionalTensor& t, int32_t code, const Tensor& like) {
-  return t ? *t : nothing(op, code, like);
-}
-
 // Bytes that another layer has made of the same x, [rows, terms] or turned, and their scales: both or neither.
 void check_shared(const char* op, const char* data_name, const char* scale_name, const OptionalTensor& data,
                   const OptionalTensor& scale, int64_t rows, int64_t columns, const ScaledOptions& options,
@@ -361,57 +353,78 @@ int64_t product_of_rows(const Tensor& t) {
 
 // ---- the ops
 
-// Beside y: counts of x and its largest magnitude if it is watched, both without elements where the bytes of x are
-// given; bytes and scale of x, for the backward and for other layers of the same x.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor x_any, Tensor weight, OptionalTensor bias,
-                                                           OptionalTensor weight_data, OptionalTensor weight_scale,
-                                                           OptionalTensor x_scale, OptionalTensor dy_scale,
-                                                           OptionalTensor dy_counts, OptionalTensor dy_amax,
-                                                           OptionalTensor x_data, OptionalTensor x_data_scale,
-                                                           int64_t scaling, int64_t accumulate, bool e5m2, bool high,
-                                                           bool power_of_two, bool emulate, bool watch) {
+// y, and what was made anew: none of it where the bytes of x are given.
+struct ScaledForward {
+  Tensor y;
+  OptionalTensor counts, amax, data, scale;
+};
+ScaledForward layer(const Tensor& x_any, const Tensor& weight, const OptionalTensor& bias,
+                    const OptionalTensor& weight_data, const OptionalTensor& weight_scale,
+                    const OptionalTensor& x_scale, const OptionalTensor& x_data, const OptionalTensor& x_data_scale,
+                    const ScaledOptions& options, bool keep) {
   const char* op = name(LinearOp::scaled_linear);
   const ScaledLayer layer = check_weight(op, weight, x_any, false);
   check_bias(op, bias, layer.out, x_any);
-  const ScaledOptions options = options_of(op, scaling, accumulate, e5m2, high, power_of_two, emulate, watch);
   check_bytes(op, "weight_data", "weight_scale", weight_data, weight_scale, layer.out, layer.in, options, x_any);
   check_given(op, "x_scale", x_scale, options, x_any);
-  check_given(op, "dy_scale", dy_scale, options, x_any);
-  if (dy_counts) check_of(op, "dy_counts", *dy_counts, ScalarType::Long, {2}, x_any);
-  if (dy_amax) check_of(op, "dy_amax", *dy_amax, ScalarType::Float, {}, x_any);
   const bool blocks = options.activations == Fp8Scaling::block;
   const int64_t x_rows = product_of_rows(x_any), cast_rows = blocks ? whole_sixteens(x_rows) : x_rows;
   check_shared(op, "x_data", "x_data_scale", x_data, x_data_scale, cast_rows, layer.in, options, x_any);
 
   const OnDeviceOf device(x_any);
-  const int32_t real = aoti_torch_dtype_float32();
-  OptionalTensor counts, amax, made = x_data_scale, data = x_data;
+  ScaledForward made;
+  OptionalTensor data = x_data, scale = x_data_scale;
   if (!data) {
     const Tensor rows = adjacent_rows(op, "x", x_any);
+    const bool watch = options.watch && keep;
     const Casts c = cast_fp8(blocks ? filled_up(op, rows) : rows, x_scale,
                              {.scaling = options.activations,
                               .transpose = Fp8Transpose::no,
                               .dtype = kE4m3,
-                              .power_of_two = power_of_two,
-                              .counts = true,
+                              .power_of_two = options.power_of_two,
+                              .counts = keep,
                               .amax = watch && x_scale});
-    data = c.data;
-    made = c.scale;
-    counts = c.counts;
-    amax = watch && !x_scale ? fp8_amax(rows, false) : c.amax;
+    data = made.data = c.data;
+    scale = made.scale = c.scale;
+    made.counts = c.counts;
+    made.amax = watch && !x_scale ? fp8_amax(rows, false) : c.amax;
   }
-  const Tensor y = allocate_rows(op, "y", x_any, layer.out);
-  if (y.numel()) {
+  made.y = allocate_rows(op, "y", x_any, layer.out);
+  if (made.y.numel()) {
     const Operand b = weight_data ? Operand{*weight_data, as_contiguous(*weight_scale, op)}
                                   : cast(weight, std::nullopt, options.weights, false, options);
-    multiply_scaled(op, {*data, x_scale ? *x_scale : as_contiguous(*made, op)}, b, bias,
-                    as_rows_matrix(y, x_rows, layer.out), options);
+    multiply_scaled(op, {*data, x_scale ? *x_scale : as_contiguous(*scale, op)}, b, bias,
+                    as_rows_matrix(made.y, x_rows, layer.out), options);
   }
-  // What was given is no output: outputs are tensors of their own.
-  const bool is_new = !x_data.has_value();
-  return {y, or_nothing(op, counts, aoti_torch_dtype_int64(), x_any), or_nothing(op, amax, real, x_any),
-          or_nothing(op, is_new ? data : std::nullopt, aoti_torch_dtype_float8_e4m3fn(), x_any),
-          or_nothing(op, is_new ? made : std::nullopt, real, x_any)};
+  return made;
+}
+
+Tensor or_none(const OptionalTensor& t) { return t ? *t : Tensor(); }
+
+// Beside y: counts of x and its largest magnitude if it is watched; bytes and scale of x, for the backward and for
+// other layers of the same x. None for what is not made.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias,
+                                                           OptionalTensor weight_data, OptionalTensor weight_scale,
+                                                           OptionalTensor x_scale, OptionalTensor x_data,
+                                                           OptionalTensor x_data_scale, int64_t options,
+                                                           OptionalTensor dy_scale, OptionalTensor dy_counts,
+                                                           OptionalTensor dy_amax) {
+  const char* op = name(LinearOp::scaled_linear);
+  const ScaledOptions o = options_of(op, options);
+  if (dy_scale) check_given(op, "dy_scale", dy_scale, o, x);
+  if (dy_counts) check_of(op, "dy_counts", *dy_counts, ScalarType::Long, {2}, x);
+  if (dy_amax) check_of(op, "dy_amax", *dy_amax, ScalarType::Float, {}, x);
+  const ScaledForward made = layer(x, weight, bias, weight_data, weight_scale, x_scale, x_data, x_data_scale, o, true);
+  return {made.y, or_none(made.counts), or_none(made.amax), or_none(made.data), or_none(made.scale)};
+}
+
+// y alone: counts nothing, and watches no magnitude.
+Tensor inference(Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor weight_data, OptionalTensor weight_scale,
+                 OptionalTensor x_scale, OptionalTensor x_data, OptionalTensor x_data_scale, int64_t options,
+                 OptionalTensor, OptionalTensor, OptionalTensor) {
+  return layer(x, weight, bias, weight_data, weight_scale, x_scale, x_data, x_data_scale,
+               options_of(name(LinearOp::scaled_linear), options), false)
+      .y;
 }
 
 // The weight as a product of the gradient of x reads it, [in, out]: by scales of rows and of the tensor the bytes of
@@ -441,12 +454,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor dy_any, OptionalTensor x_any, Tensor weight, OptionalTensor bias, OptionalTensor x_data,
     OptionalTensor x_data_scale, OptionalTensor weight_data, OptionalTensor weight_scale, OptionalTensor turned,
     OptionalTensor turned_scale, OptionalTensor dy_scale, OptionalTensor x_turned, OptionalTensor x_turned_scale,
-    int64_t scaling, int64_t accumulate, bool e5m2, bool high, bool power_of_two, bool emulate, bool watch,
-    bool want_dx, bool want_dweight, bool want_dbias) {
+    int64_t options_any, bool want_dx, bool want_dweight, bool want_dbias) {
   const char* op = backward_name(LinearOp::scaled_linear);
   const ScaledLayer layer = check_weight(op, weight, dy_any, true);
   check_bias(op, bias, layer.out, dy_any);
-  const ScaledOptions options = options_of(op, scaling, accumulate, e5m2, high, power_of_two, emulate, watch);
+  const ScaledOptions options = options_of(op, options_any);
+  const bool high = options.wgrad_high, watch = options.watch;
   const bool by_casts = want_dweight && !high, blocks = options.activations == Fp8Scaling::block;
   const bool one = options.activations == Fp8Scaling::tensor;
   const int64_t dy_rows = product_of_rows(dy_any), terms = whole_sixteens(dy_rows);
@@ -477,8 +490,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                               .transpose = !by_casts ? Fp8Transpose::no
                                            : want_dx ? Fp8Transpose::also
                                                      : Fp8Transpose::only,
-                              .dtype = options.grad_dtype,
-                              .power_of_two = power_of_two,
+                              .dtype = options.grad_e5m2 ? ScalarType::Float8_e5m2 : kE4m3,
+                              .power_of_two = options.power_of_two,
                               .counts = true,
                               .column_sums = want_dbias,
                               .amax = watch && dy_scale,
@@ -536,7 +549,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     weight_gradient_into(op, *dweight, rows, adjacent_rows(op, "x", *x_any), false);
   }
   if (want_dbias) dbias = in_dtype(op, "gradient of bias", *sums, dtype_code(*bias));
-  const auto or_none = [](const OptionalTensor& t) { return t ? *t : Tensor(); };
   return {or_none(dx),   or_none(dweight),    or_none(dbias),           *counts,
           or_none(amax), or_none(new_turned), or_none(new_turned_scale)};
 }
@@ -544,7 +556,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 // A weight as a layer keeps it: its bytes and scales, or turned, for the gradient of x.
 std::tuple<Tensor, Tensor> cast_weight(Tensor weight, int64_t scaling, bool power_of_two, bool turned) {
   const char* op = "scaled_linear_cast";
-  const ScaledOptions options = options_of(op, scaling, 0, false, false, power_of_two, false, false);
+  if (scaling < 0 || scaling > static_cast<int64_t>(Fp8Scaling::block))
+    refuse(op, "scaling", "0 (row), 1 (tensor) or 2 (block)", std::to_string(scaling));
+  ScaledOptions options = options_of(op, scaling);
+  options.power_of_two = power_of_two;
   narrow_dtype(op, "weight", weight);
   if (weight.dim() != 2) refuse(op, "weight", "two dimensions", shape_text(weight));
   check_features(op, weight);
@@ -554,22 +569,20 @@ std::tuple<Tensor, Tensor> cast_weight(Tensor weight, int64_t scaling, bool powe
   return {turned && !blocks ? transposed_bytes(op, made.data, made.data.size(0)) : made.data, *made.scale};
 }
 
-#define WARPSMITH_SCALED_OPTIONS \
-  "int scaling, int accumulate, bool e5m2, bool high, bool power_of_two, bool emulate, bool watch"
-
 WARPSMITH_SCHEMAS(m) {
+  const std::string of_layer =
+      "(Tensor x, Tensor weight, Tensor? bias, Tensor? weight_data, Tensor? weight_scale, Tensor? x_scale, "
+      "Tensor? x_data, Tensor? x_data_scale, int options, Tensor? dy_scale=None, Tensor? dy_counts=None, "
+      "Tensor? dy_amax=None) -> ";
   for (const char* form : {"scaled_linear", "scaled_linear_forward"})
-    m.def((std::string(form) + "(Tensor x, Tensor weight, Tensor? bias, Tensor? weight_data, Tensor? weight_scale, "
-                               "Tensor? x_scale, Tensor? dy_scale, Tensor? dy_counts, Tensor? dy_amax, Tensor? x_data, "
-                               "Tensor? x_data_scale, " WARPSMITH_SCALED_OPTIONS
-                               ") -> (Tensor y, Tensor counts, Tensor amax, Tensor new_data, Tensor new_scale)")
-              .c_str());
+    m.def((form + of_layer + "(Tensor y, Tensor counts, Tensor amax, Tensor new_data, Tensor new_scale)").c_str());
+  m.def(("scaled_linear_inference" + of_layer + "Tensor y").c_str());
   m.def(
       "scaled_linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor? bias, Tensor? x_data, Tensor? x_data_scale, "
       "Tensor? weight_data, Tensor? weight_scale, Tensor? turned, Tensor? turned_scale, Tensor? dy_scale, "
-      "Tensor? x_turned, Tensor? x_turned_scale, " WARPSMITH_SCALED_OPTIONS
-      ", bool want_dx, bool want_dweight, bool want_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor counts, "
-      "Tensor amax, Tensor new_turned, Tensor new_turned_scale)");
+      "Tensor? x_turned, Tensor? x_turned_scale, int options, bool want_dx, bool want_dweight, bool want_dbias) -> "
+      "(Tensor dx, Tensor dweight, Tensor dbias, Tensor counts, Tensor amax, Tensor new_turned, "
+      "Tensor new_turned_scale)");
   m.def(
       "scaled_linear_cast(Tensor weight, int scaling, bool power_of_two, bool turned) -> (Tensor data, Tensor scale)");
 }
@@ -577,6 +590,7 @@ WARPSMITH_SCHEMAS(m) {
 WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl("scaled_linear", TORCH_BOX(&forward));
   m.impl("scaled_linear_forward", TORCH_BOX(&forward));
+  m.impl("scaled_linear_inference", TORCH_BOX(&inference));
   m.impl("scaled_linear_backward", TORCH_BOX(&backward));
   m.impl("scaled_linear_cast", TORCH_BOX(&cast_weight));
 }

@@ -1,4 +1,6 @@
 #pragma once
+#include <pybind11/pybind11.h>
+
 #include <cstdint>
 
 // The part of DLPack's C exchange interface that is used here: a tensor object's address, sizes and strides by one C
@@ -47,5 +49,14 @@ struct ExchangeApi {
   int (*tensor_from_object)(void* object, Tensor* out);
   void (*current_stream)();
 };
+
+inline const ExchangeApi& find(const pybind11::capsule& capsule) {
+  auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), kCapsuleName));
+  if (!api) throw pybind11::error_already_set();
+  while (api && api->version.major != kMajorVersion) api = api->previous;
+  if (!api || !api->tensor_from_object)
+    throw pybind11::value_error("exchange_api: expected DLPack 1 with tensor_from_object");
+  return *api;
+}
 
 }  // namespace warpsmith::host::dlpack

@@ -150,6 +150,11 @@ const RegisterBinder names([](py::module_& m) {
   py::list all;
   for (const char* name : kLinearActivations) all.append(name);
   m.attr("LINEAR_ACTIVATIONS") = py::tuple(all);
+  py::dict flags;
+#define WARPSMITH_ROW(flag, bit) flags[#flag] = bit;
+  WARPSMITH_SCALED_FLAGS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+  m.attr("SCALED_FLAGS") = flags;
 });
 
 WARPSMITH_REGISTER_ROWS(linear, LINEAR);

@@ -89,7 +89,9 @@ class TensorWatch {
   // read_address: a ReadAddress as a number; 0 where torch has none.
   TensorWatch(const py::capsule& exchange_api, py::object local, const py::list& params, const py::dict& state,
               const py::tuple& names, const std::vector<int>& buckets, uintptr_t read_address)
-      : api_(find(exchange_api)), local_(std::move(local)), read_address_(reinterpret_cast<ReadAddress>(read_address)) {
+      : api_(dlpack::find(exchange_api)),
+        local_(std::move(local)),
+        read_address_(reinterpret_cast<ReadAddress>(read_address)) {
     for (const auto& group : params) {
       const auto list = py::cast<py::list>(group);
       group_sizes_.push_back(static_cast<Py_ssize_t>(list.size()));
@@ -173,15 +175,6 @@ class TensorWatch {
     bool watched;
     TensorAddress place;
   };
-
-  static const dlpack::ExchangeApi& find(const py::capsule& capsule) {
-    auto* api = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
-    if (!api) throw py::error_already_set();
-    while (api && api->version.major != dlpack::kMajorVersion) api = api->previous;
-    if (!api || !api->tensor_from_object)
-      throw py::value_error("TensorWatch: exchange_api: expected DLPack 1 with tensor_from_object");
-    return *api;
-  }
 
   // Returns the C function behind `is_neg` of torch's tensors: a third of the time of a call by name.
   static PyCFunction negative_reader() {

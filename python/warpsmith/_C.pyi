@@ -6,6 +6,7 @@ NO_ELEMENTS: int
 GRADIENT_MARKS: dict[str, int]
 FP8_SCALINGS: tuple[str, ...]
 LINEAR_ACTIVATIONS: tuple[str, ...]
+SCALED_FLAGS: dict[str, int]
 OPTIMIZER_STORAGES: dict[str, int]
 OPTIMIZERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], int]]
 LAYERWISE_OPTIMIZERS: frozenset[str]
@@ -15,6 +16,9 @@ QUANT_BLOCK: int
 def build() -> dict[str, Any]: ...
 def ops() -> list[tuple[str, str, str, tuple[str, ...]]]: ...
 def plan(op: str, **problem: Any) -> dict[str, Any]: ...
+def plain_layers(
+    exchange_api: Any, types: tuple[type, ...], is_grad_enabled: Callable[[], bool], most: float
+) -> Callable[..., bool | None]: ...
 def have_gradients(tensors: list[Any]) -> bool: ...
 
 class StepWatch:

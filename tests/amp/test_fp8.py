@@ -104,6 +104,23 @@ def test_layers_of_ours_keep_their_residual():
             model["a"](x, residual=residual)
 
 
+def test_layers_read_the_parameters_that_they_have():
+    """Not those of the conversion: computed ones, and others that a function puts in their place for a call."""
+    made, x = nn.Sequential(nn.Linear(32, 48)), torch.randn(4, 32)
+    warpsmith.amp.fp8(made)
+    weight, bias = made[0].weight.detach().clone(), made[0].bias.detach().clone()
+    others = {"0.weight": 2 * weight, "0.bias": bias + 1}
+    expected = warpsmith.scaled_linear(x, 2 * weight, bias + 1)
+    assert torch.equal(torch.func.functional_call(made, others, (x,)), expected)
+    assert torch.equal(made(x), warpsmith.scaled_linear(x, weight, bias))
+    made[0].weight = nn.Parameter(2 * weight)
+    made[0].bias = None
+    assert torch.equal(made(x), warpsmith.scaled_linear(x, 2 * weight))
+    nn.utils.parametrize.register_parametrization(made[0], "weight", nn.Flatten(1))
+    made[0].parametrizations.weight.original.data.mul_(2)
+    assert torch.equal(made(x), warpsmith.scaled_linear(x, 4 * weight))
+
+
 def test_copies_are_converted_and_pickles_are_not():
     model = small()
     fp8(model, DELAYED)
@@ -135,7 +152,9 @@ def test_auto_is_what_the_card_has(card, scaling, monkeypatch):
         monkeypatch.setattr(where, "capability", lambda device: card)
     model = small()
     monkeypatch.setattr(nn.Parameter, "device", torch.device("cuda", 0), raising=False)
-    monkeypatch.setattr(module, "Fp8State", lambda device: _scaled_linear.Fp8State(torch.device("cpu")))
+    monkeypatch.setattr(
+        module, "Fp8State", lambda device, recomputes=False: _scaled_linear.Fp8State(torch.device("cpu"))
+    )
     assert fp8(model).recipe.scaling == scaling
 
 
@@ -202,6 +221,25 @@ def test_delayed_scales_follow_the_largest_of_the_last_steps():
         done.update()
     saturated = done.counts()["0"]
     assert saturated[0] > 0 and saturated[2] > 0 and saturated[1] == saturated[3] == 0  # of step 2
+
+
+@pytest.mark.parametrize(("margin", "room"), [({}, 2), ({"margin": 0}, 1), ({"margin": 2}, 4)], ids=str)
+def test_how_much_larger_than_the_last_steps_nothing_saturates(margin, room):
+    """By default twice as large: of x, and of the gradient, whose largest values of steps differ most."""
+    torch.manual_seed(0)
+    model, x, dy = nn.Sequential(nn.Linear(32, 32)), torch.randn(16, 32), torch.randn(16, 32)
+    done = fp8(model, Fp8Recipe("tensor", amax="delayed", **margin))
+
+    def saturated(factor):
+        """In a step of values that are so much larger, which leaves no history."""
+        before = done.counts()["0"]
+        model(factor * x).backward(factor * dy)
+        done.update(found_inf=torch.ones(()))
+        return [b > a for a, b in zip(before[::2], done.counts()["0"][::2], strict=True)]
+
+    model(x).backward(dy)
+    done.update()
+    assert saturated(room) == [False, False] and saturated(2 * room) == [True, True]
 
 
 def test_a_skipped_step_advances_no_history():

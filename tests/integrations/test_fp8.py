@@ -17,14 +17,15 @@ class Layers(TorchDispatchMode):
     count = casts = producers = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        is_layer = op is torch.ops.warpsmith.scaled_linear_forward.default
+        is_layer = op in LAYERS
         self.count += is_layer
-        self.casts += is_layer and args[LAYER.index("x_data")] is None
+        self.casts += is_layer and args[ARGUMENTS.index("x_data")] is None
         self.producers += op._schema.name.endswith("_fp8")
         return op(*args, **(kwargs or {}))
 
 
-LAYER = [a.name for a in torch.ops.warpsmith.scaled_linear_forward.default._schema.arguments]
+LAYERS = [getattr(torch.ops.warpsmith, f"scaled_linear_{form}").default for form in ("forward", "inference")]
+ARGUMENTS = [a.name for a in LAYERS[0]._schema.arguments]
 
 
 def step(model, family):
@@ -110,11 +111,11 @@ def test_producers_cast_what_projections_read(family, dtype, monkeypatch):
 def test_producers_change_no_bit_of_a_training(monkeypatch):
     """Steps of an optimizer, two micro-batches each, the second one's blocks checkpointed."""
 
-    def train():
+    def train(**options):
         model = small_model("llama").to(torch.bfloat16).train()
         losses = []
         with warpsmith.patch(model):
-            done = warpsmith.amp.fp8(model)
+            done = warpsmith.amp.fp8(model, **options)
             optimizer = warpsmith.optim.AdamW(model.parameters(), lr=1e-3)
             for _ in range(2):
                 for micro_batch in range(2):
@@ -130,8 +131,45 @@ def test_producers_change_no_bit_of_a_training(monkeypatch):
             done.undo()
         return losses, counts, list(model.parameters())
 
-    losses, counts, parameters = train()
+    found = train(), train(recompute=False)
     monkeypatch.setattr("warpsmith.integrations._parts.reads_rows", lambda layer: False)
-    expected, expected_counts, plain = train()
-    assert losses == expected and counts == expected_counts
-    assert all(torch.equal(a, b) for a, b in zip(parameters, plain, strict=True))
+    expected, expected_counts, plain = train(recompute=False)
+    for losses, counts, parameters in found:
+        assert losses == expected and counts == expected_counts
+        assert all(torch.equal(a, b) for a, b in zip(parameters, plain, strict=True))
+
+
+def kept_bytes(model, tokens):
+    """What a forward keeps for its backward beyond the parameters, by storages."""
+    parameters, found = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(t):
+        found[t.untyped_storage().data_ptr()] = t  # so that none is freed and its address given to another
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+    return loss, sum(t.untyped_storage().nbytes() for place, t in found.items() if place not in parameters)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("grad", [True, False], ids=["trained", "frozen"])
+def test_what_a_layer_keeps(recompute, grad):
+    """Beyond a patched model in bfloat16, which makes the outputs of its norms and of SwiGLU again: a byte an element
+    of what the four products of a layer read; of the SwiGLU's alone where they are made again; and their scales."""
+    model = small_model("llama").to(torch.bfloat16).train()
+    size, tokens = model.config, torch.randint(model.config.vocab_size, (2, 64))
+    for name, p in model.named_parameters():
+        p.requires_grad_(grad or "proj" not in name)
+    rows, layers = tokens.numel(), size.num_hidden_layers
+    with warpsmith.patch(model, linear=True):
+        _, plain = kept_bytes(model, tokens)
+        done = warpsmith.amp.fp8(model, recompute=recompute)
+        loss, kept = kept_bytes(model, tokens)
+        x, h = (n * rows for n in (size.hidden_size, size.intermediate_size))
+        if grad:
+            assert kept - plain == layers * (h + 4 * rows) + (0 if recompute else layers * (3 * x + 3 * 4 * rows))
+        else:
+            assert kept <= plain
+        loss.backward()
+        done.undo()

@@ -114,7 +114,7 @@ def test_what_is_replaced_is_said_and_undone(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_replaced_is_called(name, monkeypatch):
     """Without gradients, where a layer is made of the single ops."""
-    monkeypatch.setattr("warpsmith.ops._linear._OF_TORCH", frozenset())  # `linear` hands plain layers to torch
+    monkeypatch.setattr("warpsmith.ops._linear._MAY_BE_TORCHS", False)  # `linear` hands plain layers to torch
     model = model_of(name)
     # The one linear layer of torch in GPT-2 is its head.
     with patch(model, linear=name != "gpt2") as done, Ops() as ops, torch.no_grad():

@@ -115,7 +115,7 @@ LAYERS = {"TransformerEncoderLayer", "TransformerDecoderLayer"}
 
 @pytest.mark.parametrize("switch", OF_SWITCH)
 def test_a_switch_leaves_its_parts(switch, monkeypatch):
-    monkeypatch.setattr("warpsmith.ops._linear._OF_TORCH", frozenset())  # `linear` hands plain layers to torch
+    monkeypatch.setattr("warpsmith.ops._linear._MAY_BE_TORCHS", False)  # `linear` hands plain layers to torch
     model = encoder()
     expected = gradients(model)
     with warpsmith.patch(model, **{switch: False}) as done:

@@ -297,7 +297,7 @@ class TestPlainLinearByTheOp(op_tests(replace(LINEAR_SPEC, cases=PLAIN_CASES))):
 
     @pytest.fixture(autouse=True)
     def without_torchs(self, monkeypatch):
-        monkeypatch.setattr("warpsmith.ops._linear._OF_TORCH", frozenset())
+        monkeypatch.setattr("warpsmith.ops._linear._MAY_BE_TORCHS", False)
 
 
 HALVES = (BF16, FP16)
@@ -339,7 +339,7 @@ class OwnProducts:
 
     @pytest.fixture(autouse=True)
     def ours(self, monkeypatch):
-        monkeypatch.setattr("warpsmith.ops._linear._OF_TORCH", frozenset())
+        monkeypatch.setattr("warpsmith.ops._linear._MAY_BE_TORCHS", False)
         OPS._own_product("1")
         yield
         OPS._own_product(os.environ.get("WARPSMITH_OWN_PRODUCT", "auto"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import warpsmith
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from warpsmith.testing import bitwise_equal, cpu_threads
@@ -402,3 +403,83 @@ def test_composed_gradients_read_relus_sign_in_the_forward(name, dtype):
         for a, b, c in zip(plain, twice, together, strict=True):
             scale = a.abs().max()
             assert (a - b).abs().max() <= 0.01 * scale and (a - c[sample]).abs().max() <= 0.01 * scale
+
+
+class Ops(TorchDispatchMode):
+    """The namespaces of the ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.seen.add(op.namespace)
+        return op(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+# What is changed of x (24, 16), weight (40, 16) and bias (40); the rest takes torch's way.
+BY_THE_OP = {
+    "strided x": lambda x, w, b: (x.t().contiguous().t(), w, b),
+    "x of another type": lambda x, w, b: (x.as_subclass(Subclass), w, b),
+    "float64": lambda x, w, b: (x.double(), w.detach().double(), b.detach().double()),
+    "a bias in float32": lambda x, w, b: (x.bfloat16(), w.detach().bfloat16(), b),
+    "a bias of one": lambda x, w, b: (x, w[:1], b[:1]),
+    "a row of 16": lambda x, w, b: (x[0], w, b),
+    "a transposed weight with a gradient": lambda x, w, b: (x, w.detach().t().contiguous().t().requires_grad_(), b),
+}
+BY_TORCH = {
+    "plain": lambda x, w, b: (x, w, b),
+    "no bias": lambda x, w, b: (x, w, None),
+    "bfloat16": lambda x, w, b: tuple(t.detach().bfloat16().requires_grad_() for t in (x, w, b)),
+    "parameters": lambda x, w, b: (x, torch.nn.Parameter(w.detach()), torch.nn.Parameter(b.detach())),
+    "a transposed weight": lambda x, w, b: (x, w.detach().t().contiguous().t(), b),
+    "three dimensions": lambda x, w, b: (x.view(2, 12, 16), w, b),
+    "no rows": lambda x, w, b: (x[:0], w, b),
+}
+
+
+@pytest.mark.parametrize("name", [*BY_THE_OP, *BY_TORCH])
+def test_a_plain_layer_is_torchs_call(name):
+    x, weight, bias = (BY_THE_OP | BY_TORCH)[name](*problem())
+    with Ops() as ops:
+        y = warpsmith.linear(x, weight, bias)
+    assert ("warpsmith" in ops.seen) is (name in BY_THE_OP)
+    wide = [None if t is None else t.double() for t in (x, weight, bias)]
+    torch.testing.assert_close(y.double(), F.linear(*wide), rtol=1e-2, atol=1e-2)
+
+
+def test_each_call_asks_anew():
+    """What a parameter is may change between two calls, and so may the mode."""
+    x, weight, _ = problem()
+    weight = torch.nn.Parameter(weight.detach())
+    found = []
+    for change in (
+        lambda: None,
+        lambda: setattr(weight, "data", weight.data.t().contiguous().t()),
+        lambda: weight.requires_grad_(False),
+        lambda: weight.requires_grad_(True),
+        lambda: setattr(weight, "data", weight.data.contiguous()),
+        lambda: setattr(weight, "grad_dtype", FP32),
+    ):
+        change()
+        with Ops() as ops:
+            y = warpsmith.linear(x, weight)
+        assert torch.equal(y, F.linear(x, weight))
+        with torch.no_grad(), Ops() as without:
+            warpsmith.linear(x, weight)
+        assert "warpsmith" not in without.seen
+        found.append("warpsmith" in ops.seen)
+    assert found == [False, True, False, True, False, False]
+
+
+def test_large_layers_ask_for_our_product(monkeypatch):
+    """From 3e10 multiplications on."""
+    asked = []
+    monkeypatch.setattr("warpsmith.ops._linear.may_pay", lambda *of: bool(asked.append(of)))
+    monkeypatch.setattr(F, "linear", lambda *of: len(asked))
+    weight = torch.empty(1024, 1024)
+    assert [warpsmith.linear(torch.empty(rows, 1024), weight) for rows in (1 << 14, 1 << 15)] == [0, 1]

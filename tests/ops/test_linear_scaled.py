@@ -29,6 +29,7 @@ RECIPES = [
     {"scaling": "tensor", "grad_dtype": "e5m2", "power_of_two": False},
     {"scaling": "block", "wgrad": "high"},
 ]
+OPTIONS = Fp8Recipe().options + 128 + 256  # emulated, and watched
 ARGUMENTS = ("scaling", "grad_dtype", "wgrad", "power_of_two")
 ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 OWN_DEVICES = ["sim-"] if is_loaded() else ["cpu", pytest.param("cuda", marks=ON_CUDA)]
@@ -57,7 +58,7 @@ def whole_sizes(draw, st, case):
 
 
 def raw_arguments(g):
-    return g["x"], g["weight"], g["bias"], *(None,) * 8, 0, 0, False, False, True, True, True
+    return g["x"], g["weight"], g["bias"], *(None,) * 5, OPTIONS
 
 
 CASES = [
@@ -91,6 +92,7 @@ SPEC = OpSpec(
     random_cases=200,
     opcheck={
         OPS.scaled_linear_forward.default: raw_arguments,
+        OPS.scaled_linear_inference.default: raw_arguments,
         OPS.scaled_linear.default: raw_arguments,
     },
     traced="warpsmith::scaled_linear",

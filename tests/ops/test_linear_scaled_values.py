@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpsmith import reference
 from warpsmith._core import pending
 from warpsmith.amp import Fp8Recipe
-from warpsmith.ops import _scaled_linear
+from warpsmith.ops import _scaled_linear, _shared_casts
 from warpsmith.testing import bitwise_equal
 
 E4M3 = torch.float8_e4m3fn
@@ -114,6 +114,26 @@ def test_one_op_a_direction():
     with Calls() as calls:
         warpsmith.scaled_linear(x, torch.randn(16, 32, requires_grad=True)).sum().backward()
     assert calls.seen == ["scaled_linear_forward", "scaled_linear_backward"]
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
+def test_what_nobody_reads_is_not_returned(scaling):
+    """Without a gradient, and where x was cast before, the op gives y alone."""
+    made, call = layer(scaling=scaling)
+    x = torch.randn(4, 32, requires_grad=True)
+    with Calls() as calls:
+        expected = call(x)
+        assert torch.equal(call(x), expected)
+        made.requires_grad_(False)
+        with torch.no_grad():
+            assert torch.equal(call(x), expected)
+        assert torch.equal(call(x.detach()), expected)
+    forms = [name for name in calls.seen if name != "scaled_linear_cast"]
+    assert forms == ["scaled_linear_forward", *["scaled_linear_inference"] * 3]
+    # a frozen layer of a model in training counts all the same
+    state = _scaled_linear.Fp8State(torch.device("cpu"))
+    warpsmith.scaled_linear(x.detach().fill_(torch.inf), made.weight, recipe=scaling, state=state)
+    assert state.x_counts.tolist() == [0, x.numel()]
 
 
 @pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
@@ -389,8 +409,8 @@ class Shares(TorchDispatchMode):
         self.forward, self.backward = [], []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op is raw.scaled_linear_forward.default:
-            self.forward.append(args[9] is not None)
+        if op in (raw.scaled_linear_forward.default, raw.scaled_linear_inference.default):
+            self.forward.append(args[6] is not None)
         if op is raw.scaled_linear_backward.default:
             self.backward.append(args[11] is not None)
         return op(*args, **(kwargs or {}))
@@ -511,3 +531,45 @@ def test_casts_go_with_their_weight():
     del made, call
     gc.collect()
     assert kept() is None and len(_scaled_linear._kept) == count - 1
+
+
+def test_what_bytes_are_made_of_again_must_not_change():
+    """torch refuses a backward behind a write to the sum that a norm has read, and the layer behind it reads again."""
+    weight, norm = (torch.nn.Parameter(torch.randn(*s)) for s in ((32, 64), (64,)))
+    state = _scaled_linear.Fp8State(torch.device("cpu"), recomputes=True)
+    for again, written in ((True, True), (True, False), (False, True)):
+        state.recomputes = again
+        x = torch.randn(4, 64, requires_grad=True) * 1
+        y = _shared_casts.with_cast("rms_norm")(x, norm, 1e-5, 0.0)
+        loss = warpsmith.scaled_linear(y, weight, state=state).sum()
+        kept = loss.grad_fn.next_functions[0][0].saved_tensors
+        assert any(t is not None and t.data_ptr() == x.data_ptr() for t in kept) is again
+        if written:
+            with torch.no_grad():
+                x.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+def test_bytes_are_kept_where_what_they_are_made_of_is_gone():
+    weight, norm = (torch.nn.Parameter(torch.randn(*s)) for s in ((32, 64), (64,)))
+    state = _scaled_linear.Fp8State(torch.device("cpu"), recomputes=True)
+    x = torch.randn(4, 64)
+    y = _shared_casts.with_cast("rms_norm")(x.clone(), norm.detach().requires_grad_(), 1e-5, 0.0)
+    warpsmith.scaled_linear(y, weight, state=state).sum().backward()
+    found, weight.grad = weight.grad, None
+    warpsmith.scaled_linear(warpsmith.rms_norm(x, norm, 1e-5), weight).sum().backward()
+    assert torch.equal(found, weight.grad)
+
+
+def test_bytes_are_kept_where_fully_shard_may_free_the_norm(monkeypatch):
+    weight, norm = (torch.nn.Parameter(torch.randn(*s)) for s in ((32, 64), (64,)))
+    state, x = _scaled_linear.Fp8State(torch.device("cpu"), recomputes=True), torch.randn(4, 64, requires_grad=True)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for gathered in (True, False):
+        for module in ("_norm", "_scaled_linear"):
+            monkeypatch.setattr(f"warpsmith.ops.{module}.is_gathered", lambda parameter, found=gathered: found)
+        y = warpsmith.scaled_linear(_shared_casts.with_cast("rms_norm")(x, norm, 1e-5, 0.0), weight, state=state)
+        assert any(t is norm for t in y.grad_fn.saved_tensors) is not gathered

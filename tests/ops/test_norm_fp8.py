@@ -28,7 +28,12 @@ def calls(op, columns, dtype, device, weight_dtype=None, offset=0.0):
     weight = None if weight_dtype is None else torch.randn(columns, generator=generator).to(device, weight_dtype)
     given = [t.to(device, dtype) for t in ((x, residual) if op.startswith("add") else (x,))]
     given += [weight, 1e-5, offset]
-    return lambda kind: getattr(RAW, op + kind)(*given)
+
+    def call(kind):
+        return getattr(RAW, op + kind)(*given)
+
+    call.given = given
+    return call
 
 
 def check(call):
@@ -75,6 +80,18 @@ def test_weights(op, weight_dtype, offset, device):
 def test_rows_of_other_kernels_are_cast_behind_them(op, columns, dtype, device):
     launched = check(calls(op, columns, dtype, device, dtype))
     assert launched != 1 or not sim.is_loaded()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [*FUSED, 8192, *OTHERS])
+def test_the_sum_that_was_normed_gives_the_same_bytes_again(columns, dtype, device):
+    """So the backward of 8-bit layers need not have kept them."""
+    call = calls("add_rms_norm", columns, dtype, device, dtype)
+    _, s, _, data, scale, _ = call("_fp8")
+    weight, *rest = call.given[2:]
+    *_, again, scale_again, _ = RAW.rms_norm_fp8(s, weight, *rest)
+    assert torch.equal(data.view(torch.uint8), again.view(torch.uint8)) and torch.equal(scale, scale_again)
 
 
 @pytest.mark.parametrize("device", DEVICES)

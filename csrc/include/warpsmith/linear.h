@@ -33,11 +33,18 @@ inline variable_list linear_gradients(const Op& op, Backward& b) {
   return result;
 }
 
+struct ScaledFlag {
+#define WARPSMITH_ROW(flag, bit) static constexpr int64_t flag = bit;
+  WARPSMITH_SCALED_FLAGS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+};
+
 // The weight's gradient is of the bytes of x that the forward made; of x itself by blocks and where it was not cast.
 inline variable_list scaled_linear_gradients(const Op& op, Backward& b) {
-  constexpr size_t kData = 9, kScaling = 11, kHigh = 14, kNewData = 3;  // of the forward's arguments, of its outputs
+  constexpr size_t kData = 6, kOptions = 8, kNewData = 3;  // of the forward's arguments, of its outputs
   constexpr int64_t kBlock = 2;
-  if (b.arguments[kScaling].toInt() != kBlock && !b.arguments[kHigh].toBool())
+  const int64_t options = b.arguments[kOptions].toInt();
+  if ((options & 3) != kBlock && !(options & ScaledFlag::wgrad_high))
     for (const size_t i : {0, 1}) b.arguments[kData + i] = b.outputs[kNewData + i];
   return raw_gradients(op, b);
 }
@@ -110,10 +117,12 @@ inline at::Tensor scaled_linear(const at::Tensor& x, const at::Tensor& weight,
                                             {"x_turned_scale", c10::IValue()}},
                               .python_has_second_derivatives = false});
   const c10::IValue none;
-  return detail::call(
-      op, {x, weight, bias, none, none, none, none, none, none, none, none, static_cast<int64_t>(options.scaling),
-           static_cast<int64_t>(options.accumulate), options.grad_e5m2, options.wgrad_high, options.power_of_two,
-           options.emulate, /*watch=*/false})[0];
+  int64_t bits = static_cast<int64_t>(options.scaling) + 4 * static_cast<int64_t>(options.accumulate);
+  if (options.grad_e5m2) bits += detail::ScaledFlag::grad_e5m2;
+  if (options.wgrad_high) bits += detail::ScaledFlag::wgrad_high;
+  if (options.power_of_two) bits += detail::ScaledFlag::power_of_two;
+  if (options.emulate) bits += detail::ScaledFlag::emulate;
+  return detail::call(op, {x, weight, bias, none, none, none, none, none, bits, none, none, none})[0];
 }
 
 // y = x @ x^T over the last two dimensions, symmetric bit for bit.

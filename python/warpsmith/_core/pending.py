@@ -38,8 +38,11 @@ def note(total: Tensor | None, found: Tensor | None) -> None:
         torch.maximum(total, found, out=total)
 
 
-def note_later(total: Tensor, found: Tensor, stream: int) -> None:
-    """The same of a plain result of the current stream, in no graph."""
+def note_later(total: Tensor, found: Tensor, stream: int | None) -> None:
+    """The same of a plain result of the current stream; None: it is captured."""
+    if stream is None:
+        note(total, found)
+        return
     place = found.get_device(), stream
     pairs = _pending.get(place)
     if pairs is None:

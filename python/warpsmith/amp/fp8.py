@@ -17,6 +17,7 @@ from warpsmith._core.library import raw
 from warpsmith._core.modules import stock
 from warpsmith._core.pending import settle
 from warpsmith.amp.fp8_ranks import group_of_forward, require_same_layers
+from warpsmith.ops import _scaled_linear
 from warpsmith.ops._linear import LINEAR, capability, under_autocast
 from warpsmith.ops._scaled_linear import (
     Fp8Recipe,
@@ -27,7 +28,6 @@ from warpsmith.ops._scaled_linear import (
     is_emulated,
 )
 from warpsmith.ops._shared_casts import BY_ROWS
-from warpsmith.ops.linear import scaled_linear
 
 _OP, _LOAD = "fp8", "load_fp8_state"
 _HEADS = ("lm_head", "head", "output", "unembed")  # names of layers that make logits
@@ -53,18 +53,19 @@ def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
     layer: _Layer | None = self._fp8
     if layer is None:  # undone below somebody else's forward
         return type(self).forward(self, input, *(() if residual is None else (residual,)))
-    owner = layer.owner
+    owner, parameters = layer.owner, self._parameters
     if not owner._is_compared and (group := group_of_forward()) is not None:
         owner._compare(group)
-    weight = self.weight
+    # nn.Module finds a parameter by a look-up that fails first (0.5 us); what is computed has no place among them.
+    weight = parameters["weight"] if "weight" in parameters else self.weight
+    bias = parameters["bias"] if "bias" in parameters else self.bias
     if layer.state.device != weight.device:
         owner.renew(layer, weight.device)
     if residual is not None:  # as linear takes it
         cast, residual = under_autocast(LINEAR, x=input, residual=residual)
         checks.same_dtype(LINEAR, "residual", residual, cast)  # type: ignore[arg-type]
         checks.same_shape(LINEAR, "residual", residual, (*input.shape[:-1], self.out_features))  # type: ignore[arg-type]
-    recipe, emulate = owner.recipe, owner.emulate
-    y = scaled_linear(input, weight, self.bias, recipe=recipe, state=layer.state, emulate=emulate)
+    y = _scaled_linear.layer(input, weight, bias, owner.recipe, layer.state, owner.emulate)
     return y if residual is None else y + residual
 
 
@@ -78,8 +79,10 @@ class Fp8Layers:
         group: the ranks over which delayed scales take the largest value; None: this one alone.
     """
 
-    def __init__(self, recipe: Fp8Recipe, emulate: bool, group: dist.ProcessGroup | None) -> None:
-        self.recipe, self.emulate, self.group = recipe, emulate, group
+    def __init__(
+        self, recipe: Fp8Recipe, emulate: bool, group: dist.ProcessGroup | None, recompute: bool = False
+    ) -> None:
+        self.recipe, self.emulate, self.group, self._recompute = recipe, emulate, group, recompute
         self.replaced: dict[str, str] = {}
         self.kept: dict[str, str] = {}
         self._modules: dict[str, nn.Module] = {}
@@ -91,7 +94,7 @@ class Fp8Layers:
     def _add(self, name: str, module: nn.Linear) -> None:
         self._modules[name] = module
         self.replaced[name] = f"{self.recipe.scaling}, {module.in_features} -> {module.out_features}"
-        module._fp8 = layer = _Layer(self, name, Fp8State(module.weight.device))  # type: ignore[assignment]
+        module._fp8 = layer = _Layer(self, name, Fp8State(module.weight.device, self._recompute))  # type: ignore[assignment]
         self._tensors_of_layers += layer.state.totals()
         in_fp8[module.weight] = f"layer {name} in FP8, {self.recipe}"
         module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
@@ -102,7 +105,7 @@ class Fp8Layers:
 
     def renew(self, layer: _Layer, device: torch.device) -> None:
         """For a layer that was moved: what it keeps begins anew on the other device."""
-        layer.state = Fp8State(device)
+        layer.state = Fp8State(device, self._recompute)
         self._tensors_of_layers = [t for state in self._states() for t in state.totals()]
 
     def _states(self) -> list[Fp8State]:
@@ -233,6 +236,7 @@ def fp8(
     *,
     group: dist.ProcessGroup | None = None,
     emulate: bool = False,
+    recompute: bool = True,
 ) -> Fp8Layers:
     """Lets the linear layers of a model multiply 8-bit floats, by :func:`warpsmith.scaled_linear`, in place.
 
@@ -251,6 +255,9 @@ def fp8(
             and are compared here; without it those of DDP in their first forward, those of a ShardedOptimizer in its
             first reduction.
         emulate: multiply what the casts leave in float32. So on the CPU in any case.
+        recompute: behind ``patch`` and with row scales that are powers of two, the backward makes the bytes of x again
+            where what they are made of is kept anyway, by an RMS norm or by attention: a byte an element of x less,
+            for another pass over it. No bit of the training changes.
 
     Returns:
         :class:`Fp8Layers`: what was replaced, what was kept and why, ``undo()``, and for delayed scales ``update()``.
@@ -271,7 +278,7 @@ def fp8(
         checks.refuse(_OP, "model", "a torch.nn.Module", checks.value_text(model))
     if filter is not None and not callable(filter):
         checks.refuse_type(_OP, "filter", "a function of name and module, or None", filter)
-    checks.flags(_OP, emulate=emulate)
+    checks.flags(_OP, emulate=emulate, recompute=recompute)
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     device = next((m.weight.device for _, m in layers), torch.device("cpu"))
     if isinstance(recipe, str) and recipe == "auto":
@@ -288,7 +295,7 @@ def fp8(
         head, embedding = next(iter(tied.items()))
         name = next(n for n, m in layers if m is head)
         checks.refuse(_OP, "recipe", f"head=False: the weight of {name} is that of {embedding}", "head=True")
-    done = Fp8Layers(chosen, bool(emulate), group)
+    done = Fp8Layers(chosen, bool(emulate), group, bool(recompute))
     for name, module in layers:
         why = _why_not(name, module, filter, module in heads and not chosen.head)
         if why is None:

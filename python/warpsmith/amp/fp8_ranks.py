@@ -23,9 +23,7 @@ _turns: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary
 
 def group_of_forward() -> ProcessGroup | None:
     """The ranks of the DistributedDataParallel module whose forward runs, if a backward will follow."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return None
-    if not dist.is_available() or not dist.is_initialized():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     active: Any = nn.parallel.DistributedDataParallel._get_active_ddp_module()
     return None if active is None else active.process_group

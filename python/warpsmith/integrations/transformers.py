@@ -19,6 +19,7 @@ from warpsmith.integrations._rows import add_family as add_family
 from warpsmith.integrations._rows import row_of
 from warpsmith.integrations.patch import patch as patch_any
 from warpsmith.integrations.patch import warn_of_versions
+from warpsmith.ops._shared_casts import keeps
 from warpsmith.ops.attention import attention, attention_varlen
 
 
@@ -73,13 +74,15 @@ def attention_forward(
         q, k, v = (t.transpose(1, 2)[0] for t in (query, key, value))
         offsets = [None if c is None else c.to(torch.int32) for c in (cu_seq_lens_q, cu_seq_lens_k)]
         options.update(_window(causal, sliding_window))
-        out = attention_varlen(q, k, v, offsets[0], offsets[1], max_length_q, max_length_k, **options)
-        return cast(Tensor, out)[None], None
+        out = cast(Tensor, attention_varlen(q, k, v, offsets[0], offsets[1], max_length_q, max_length_k, **options))
+        keeps(out)
+        return out[None], None
     # A mask says all: what is causal, and the window, is in it.
     seen = _window(causal, sliding_window) if attention_mask is None else {}
     bias = _bias(attention_mask, position_bias, query.dtype)
-    out = attention(query, key, value, layout="bhsd", bias=bias, **seen, **options)
-    return cast(Tensor, out).transpose(1, 2), None
+    out = cast(Tensor, attention(query, key, value, layout="bhsd", bias=bias, **seen, **options))
+    keeps(out)
+    return out.transpose(1, 2), None
 
 
 def attention_mask(*arguments: Any, **options: Any) -> Tensor | None:

@@ -147,7 +147,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("linear", "linear_forward", "linear_inference"), _linear),
     "linear_backward": _linear_backward,
     "linear_backward_main_grad": _linear_backward_main_grad,
-    **dict.fromkeys(("scaled_linear", "scaled_linear_forward"), _scaled),
+    **dict.fromkeys(("scaled_linear", "scaled_linear_forward", "scaled_linear_inference"), _scaled),
     "scaled_linear_backward": _scaled_backward,
     **dict.fromkeys(("matmul_symmetric", "symmetric_product"), _symmetric),
     **dict.fromkeys(("mlp", "mlp_forward", "mlp_inference"), _mlp),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from warpsmith import _C
@@ -62,15 +62,19 @@ def under_autocast(op: str, **tensors: Tensor | None) -> list[Tensor | None]:
     ]
 
 
-_OF_TORCH = {torch.float32, torch.float16, torch.bfloat16}  # float64 runs on the CPU alone
 _OWN = os.environ.get("WARPSMITH_OWN_PRODUCT") or "auto"
-if _OWN not in ("auto", "0"):
-    _OF_TORCH.clear()  # products are ours, too
+_MAY_BE_TORCHS = _OWN in ("auto", "0")  # else products are ours, too
 _FEW = 1 << 20  # elements of an output whose bias may get its gradient by torch; 2 MB of bfloat16, not measured
 
 
 # Multiplications of a layer from which on our product may pay (csrc/kernels/linear/product_config.h).
 _OWN_PAYS = 3e10 if _OWN != "0" else float("inf")
+
+
+# Asked of x, weight and bias. Torch itself refuses a weight of another dtype than x's, but under autocast, where both
+# are cast, and a bias of another number of elements than the weight's rows, but one. float64 runs on the CPU alone.
+# None: size and gradients decide.
+_is_plain_layer = _C.plain_layers(Tensor.__dlpack_c_exchange_api__, PLAIN, torch.is_grad_enabled, _OWN_PAYS)
 
 
 @functools.cache
@@ -106,15 +110,11 @@ def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether torch's own layer, where it takes the operands, computes the same as ``linear`` without activation,
     residual and main_grad, in less of the host's time: products are torch's in both, but ours are the gradients of the
     bias of a large layer, of a weight that lies transposed, and of another dtype than the weight's."""
-    # Each question by the cheapest call: of a small layer this function is a tenth of the host's time.
-    if type(x) not in PLAIN or type(weight) not in PLAIN or is_compiling():
+    if is_dynamo_compiling() or not _MAY_BE_TORCHS:
         return False
-    dtype = x.dtype  # torch refuses a weight of another one, but under autocast, where both are cast
-    if dtype not in _OF_TORCH or weight.ndim != 2 or x.ndim < 2 or not x.is_contiguous():
-        return False
-    if bias is not None:  # torch refuses another number of elements than the weight's rows, but one
-        if type(bias) not in PLAIN or bias.dtype is not dtype or bias.ndim != 1 or bias.numel() == 1:
-            return False
+    found = _is_plain_layer(x, weight, bias)
+    if found is not None:
+        return found
     if may_pay(x, weight):
         return False
     if not torch.is_grad_enabled():

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import NoneType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from warpsmith._core import checks
@@ -27,8 +28,9 @@ from warpsmith._core.library import (
     raw,
     register_fake,
 )
+from warpsmith._core.main_grad import is_gathered
 from warpsmith.ops._quantize import FLOATS, check_dtype
-from warpsmith.ops._shared_casts import fake_rows, leave_cast
+from warpsmith.ops._shared_casts import Source, fake_rows, leave_cast
 
 _FLOAT32_EPS = torch.finfo(torch.float32).eps
 _FLOAT64_EPS = torch.finfo(torch.float64).eps
@@ -37,6 +39,23 @@ _FLOAT64_EPS = torch.finfo(torch.float64).eps
 def default_eps(x: Tensor) -> float:
     """The eps of an RMS norm without one: torch's rule."""
     return _FLOAT64_EPS if getattr(x, "dtype", None) is torch.float64 else _FLOAT32_EPS
+
+
+def _source(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Source | None:
+    """Of an RMS norm's y: what was normed, which its backward reads. It may be wider than y. A weight that fully_shard
+    has gathered may be freed when a layer's backward would read it."""
+    *tensors, weight, eps, offset = inputs
+    normed = outputs[1] if len(tensors) == 2 else tensors[0]
+    if weight is None or normed.dtype is not outputs[0].dtype:
+        return None
+    if dist.is_available() and dist.is_initialized() and is_gathered(weight):
+        return None
+
+    def cast(normed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        *_, data, scale, _ = call_raw(raw.rms_norm_fp8.default, normed, weight, eps, offset)
+        return data, scale
+
+    return Source(cast, normed, weight)
 
 
 def _check_inputs(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -215,7 +234,7 @@ def norm(op: str) -> Callable:
     )
     if not (layer or dropout):
         register_fake(op + "_fp8", fake_fp8)
-        leave_cast(op, build)
+        leave_cast(op, build, _source)
     return build(forward=forward)
 
 

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from warpsmith import _C
 from warpsmith._core import checks
 from warpsmith._core.library import (
     Gradients,
@@ -33,12 +34,14 @@ from warpsmith._core.library import (
 from warpsmith._core.main_grad import PLAIN, is_gathered
 from warpsmith._core.pending import note, note_later, settled
 from warpsmith.ops import _quantize
-from warpsmith.ops._linear import capability
-from warpsmith.ops._shared_casts import key_of, of_columns, of_rows, place_of
+from warpsmith.ops._linear import capability, under_autocast
+from warpsmith.ops._shared_casts import BY_ROWS, of_columns, of_rows, place_of, source_of
 
 SCALED = "scaled_linear"
 RECIPE = "Fp8Recipe"
-SCALINGS, ACCUMULATE = ("row", "tensor", "block"), ("auto", "fast", "float32")  # by their numbers in the schemas
+SCALINGS, ACCUMULATE = ("row", "tensor", "block"), ("auto", "fast", "float32")  # by their numbers in the options
+FLAGS: dict[str, int] = _C.SCALED_FLAGS  # of the options: csrc/kernels/linear/linear_ops.h
+_EMULATE, _WATCH, _HIGH = FLAGS["emulate"], FLAGS["watch"], FLAGS["wgrad_high"]
 _OF_WEIGHTS = (0, 1, 3)  # the numbers of quantize_fp8's scalings: a weight's blocks are squares
 _BLOCK = SCALINGS.index("block")
 _E4M3 = torch.float8_e4m3fn
@@ -55,7 +58,8 @@ class Fp8Recipe:
         amax: "current": each scale is that of the values that are cast. "delayed", with "tensor" alone: those of x and
             of the gradient are known before, from the largest values of earlier steps.
         history: of how many steps delayed scales hold the largest value.
-        margin: powers of two that delayed scales leave above it.
+        margin: powers of two that delayed scales leave above it: 1 lets values be twice as large as those of the last
+            steps. 8-bit floats lose by it what underflows alone.
         grad_dtype: "e4m3" or "e5m2", of the gradient.
         wgrad: "fp8", or "high": the weight's gradient is a product of what was not cast.
         power_of_two: whether scales are powers of two.
@@ -71,15 +75,16 @@ class Fp8Recipe:
     scaling: str = "row"
     amax: str = "current"
     history: int = 16
-    margin: int = 0
+    margin: int = 1
     grad_dtype: str = "e4m3"
     wgrad: str = "fp8"
     power_of_two: bool = True
     accumulate: str = "auto"
     head: bool = False
 
-    numbers: ClassVar[tuple[Any, ...]]  # in the schemas: scaling, accumulate, e5m2, high, power_of_two
+    options: ClassVar[int]  # as the raw ops take them
     how: ClassVar[int]  # what the bytes of a cast depend on; even
+    is_delayed: ClassVar[bool]
     reads_x: ClassVar[bool]  # the weight's gradient reads x, not its bytes
 
     def __post_init__(self) -> None:
@@ -98,9 +103,11 @@ class Fp8Recipe:
             checks.refuse(RECIPE, "margin", "an int from 0 to 64", checks.value_text(self.margin))
         if self.amax == "delayed" and self.scaling != "tensor":
             checks.refuse(RECIPE, "amax", f"'current' with scaling {self.scaling!r}", "'delayed'")
-        scaling, accumulate = SCALINGS.index(self.scaling), ACCUMULATE.index(self.accumulate)
-        of_gradients = self.grad_dtype == "e5m2", self.wgrad == "high"
-        object.__setattr__(self, "numbers", (scaling, accumulate, *of_gradients, bool(self.power_of_two)))
+        scaling, of_gradients = SCALINGS.index(self.scaling), (self.grad_dtype == "e5m2", self.wgrad == "high")
+        is_set = dict(zip(("grad_e5m2", "wgrad_high", "power_of_two"), (*of_gradients, self.power_of_two), strict=True))
+        flags = sum(FLAGS[flag] for flag, wanted in is_set.items() if wanted)
+        object.__setattr__(self, "options", scaling + 4 * ACCUMULATE.index(self.accumulate) + flags)
+        object.__setattr__(self, "is_delayed", self.amax == "delayed")
         object.__setattr__(self, "how", 4 * scaling + 2 * bool(self.power_of_two))
         object.__setattr__(self, "reads_x", self.scaling == "block" or self.wgrad == "high")
 
@@ -112,9 +119,11 @@ class Fp8Recipe:
 
 class Fp8State:
     """What a layer keeps on its device: scales that are known before a step (None: computed), the largest magnitudes
-    since the last step, and how many elements were saturated and not finite, of x and of the gradient."""
+    since the last step, and how many elements were saturated and not finite, of x and of the gradient. ``recomputes``:
+    the backward makes the bytes of x again where what they are made of is kept anyway."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, recomputes: bool = False) -> None:
+        self.recomputes = recomputes
         self.x_scale: Tensor | None = None
         self.dy_scale: Tensor | None = None
         self._totals = [
@@ -179,9 +188,14 @@ class _Kept:
     """Casts of one weight. Its own bytes are kept for all forwards; the transposed ones, of another byte a weight, only
     where a backward needs them again: from the second on of the same weight, or where the weight never changes."""
 
-    def __init__(self, key: tuple[Any, ...], weight: Tensor) -> None:
-        self.key, self.storage = key, StorageWeakRef(weight.untyped_storage())
+    def __init__(self, key: tuple[Any, ...], pointer: int, weight: Tensor) -> None:
+        self.pointer, self.storage = pointer, StorageWeakRef(weight.untyped_storage())
         self.of = weakref.ref(weight, functools.partial(_drop, id(weight)))
+        self.begin(key)
+
+    def begin(self, key: tuple[Any, ...]) -> None:
+        """Of the values that the weight has now, of which nothing was made yet."""
+        self.key = key
         self.data: Tensor | None = None
         self.scale: Tensor | None = None
         self.turned: tuple[Tensor, Tensor] | None = None
@@ -256,10 +270,17 @@ def _current(weight: Tensor, how: int, training: bool, passed: bool, stream: int
     if kept is None and not _may_be_kept(weight):
         return None
     steps = 0 if passed and not weight.requires_grad else Steps.count
-    key = (*key_of(weight, stream), steps, training, how)
-    if kept is None or kept.key != key or _is_freed(kept.storage.cdata):
-        kept = _kept[id(weight)] = _Kept(key, weight)
+    pointer = weight.data_ptr()
+    key = weight._version, weight.shape, weight.stride(), stream, steps, training, how
+    if kept is None or kept.pointer != pointer or _is_freed(kept.storage.cdata):
+        kept = _kept[id(weight)] = _Kept(key, pointer, weight)
+    elif kept.key != key:
+        kept.begin(key)
     return kept
+
+
+def _cast(weight: Tensor, recipe: Fp8Recipe, turned: bool) -> tuple[Tensor, Tensor]:
+    return call_raw(_eager_cast, weight, recipe.options & 3, bool(recipe.power_of_two), turned)
 
 
 def _for_forward(weight: Tensor, recipe: Fp8Recipe, training: bool, passed: bool, stream: int | None) -> _Kept | None:
@@ -271,10 +292,9 @@ def _for_forward(weight: Tensor, recipe: Fp8Recipe, training: bool, passed: bool
     if kept is None:
         return None
     if kept.has_gradient and weight.grad is None:  # it is used up: perhaps by a loop that edits weight.data
-        kept = _kept[id(weight)] = _Kept(kept.key, weight)
+        kept.begin(kept.key)
     if kept.data is None:
-        scaling, *_, power_of_two = recipe.numbers
-        kept.data, kept.scale = call_raw(_eager_cast, weight.detach(), scaling, power_of_two, False)
+        kept.data, kept.scale = _cast(weight, recipe, False)
     return kept
 
 
@@ -284,11 +304,10 @@ def _for_dx(weight: Tensor, recipe: Fp8Recipe, stream: int | None) -> tuple[Tens
     if kept is None:
         return _NO_CASTS
     kept.backwards += 1
-    scaling, *_, power_of_two = recipe.numbers
     if kept.turned is None and (kept.backwards > 1 or not weight.requires_grad):
-        kept.turned = call_raw(_eager_cast, weight.detach(), scaling, power_of_two, True)
+        kept.turned = _cast(weight, recipe, True)
     turned, scale = kept.turned or (None, None)
-    return (None, None, turned, scale) if scaling == _BLOCK else (kept.data, kept.scale, turned, None)
+    return (None, None, turned, scale) if recipe.scaling == "block" else (kept.data, kept.scale, turned, None)
 
 
 # ---- casts of x, shared by layers of the same x, and made by its producer (_shared_casts.py)
@@ -338,11 +357,11 @@ def _check_bias(op: str, bias: Tensor | None, weight: Tensor, like: Tensor) -> N
         checks.same_device(op, "bias", bias, like)
 
 
-def _check_options(op: str, scaling: int, accumulate: int) -> None:
-    if not 0 <= scaling < len(SCALINGS):
-        checks.refuse(op, "scaling", "0 (row), 1 (tensor) or 2 (block)", str(scaling))
-    if not 0 <= accumulate < len(ACCUMULATE):
-        checks.refuse(op, "accumulate", "0 (auto), 1 (fast) or 2 (float32)", str(accumulate))
+def _scaling_of(op: str, options: int) -> int:
+    scaling, accumulate = options & 3, options >> 2 & 3
+    if not 0 <= options < 512 or scaling == 3 or accumulate == 3:
+        checks.refuse(op, "options", "the options of a recipe, as linear_ops.h has them", str(options))
+    return scaling
 
 
 def _check_of(op: str, argument: str, t: Tensor, dtype: torch.dtype, shape: Sequence[Any], like: Tensor) -> None:
@@ -391,22 +410,16 @@ def _fake(
     weight_data: Tensor | None,
     weight_scale: Tensor | None,
     x_scale: Tensor | None,
-    dy_scale: Tensor | None,
-    dy_counts: Tensor | None,
-    dy_amax: Tensor | None,
     x_data: Tensor | None,
     x_data_scale: Tensor | None,
-    scaling: int,
-    accumulate: int,
-    e5m2: bool,
-    high: bool,
-    power_of_two: bool,
-    emulate: bool,
-    watch: bool,
-) -> tuple[Tensor, ...]:
+    options: int,
+    dy_scale: Tensor | None = None,
+    dy_counts: Tensor | None = None,
+    dy_amax: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    scaling = _scaling_of(SCALED, options)
     _check_weight(SCALED, weight, x, by_out=False)
     _check_bias(SCALED, bias, weight, x)
-    _check_options(SCALED, scaling, accumulate)
     _check_bytes(SCALED, ("weight_data", "weight_scale"), weight_data, weight_scale, weight.shape, scaling, x)
     _check_given(SCALED, "x_scale", x_scale, scaling, x)
     _check_given(SCALED, "dy_scale", dy_scale, scaling, x)
@@ -416,14 +429,16 @@ def _fake(
         _check_of(SCALED, "dy_amax", dy_amax, torch.float32, (), x)
     rows, columns = shape = _cast_rows(x, scaling), x.shape[-1]
     _check_bytes(SCALED, ("x_data", "x_data_scale"), x_data, x_data_scale, shape, _SHARED[scaling], x)
-    is_new = x_data is None
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    if x_data is not None:
+        return y, None, None, None, None
     scales = ((rows, 1), (), (rows, (columns + _quantize.BLOCK - 1) // _quantize.BLOCK))[scaling]
     return (
-        x.new_empty((*x.shape[:-1], weight.shape[0])),
-        x.new_empty((2,) if is_new else (0,), dtype=torch.int64),
-        x.new_empty(() if watch and is_new else (0,), dtype=torch.float32),
-        x.new_empty(shape if is_new else (0,), dtype=_E4M3),
-        x.new_empty(scales if is_new and x_scale is None else (0,), dtype=torch.float32),
+        y,
+        x.new_empty((2,), dtype=torch.int64),
+        x.new_empty((), dtype=torch.float32) if options & _WATCH else None,
+        x.new_empty(shape, dtype=_E4M3),
+        x.new_empty(scales, dtype=torch.float32) if x_scale is None else None,
     )
 
 
@@ -455,21 +470,15 @@ def _fake_backward(
     dy_scale: Tensor | None,
     x_turned: Tensor | None,
     x_turned_scale: Tensor | None,
-    scaling: int,
-    accumulate: int,
-    e5m2: bool,
-    high: bool,
-    power_of_two: bool,
-    emulate: bool,
-    watch: bool,
+    options: int,
     want_dx: bool,
     want_dweight: bool,
     want_dbias: bool,
 ) -> tuple[Tensor | None, ...]:
     op = f"{SCALED}_backward"
+    scaling, high = _scaling_of(op, options), bool(options & _HIGH)
     _check_weight(op, weight, dy, by_out=True)
     _check_bias(op, bias, weight, dy)
-    _check_options(op, scaling, accumulate)
     out, columns = weight.shape
     rows, terms = _cast_rows(dy, 0), _cast_rows(dy, 2)
     _check_bytes(op, ("x_data", "x_data_scale"), x_data, x_data_scale, (rows, columns), _SHARED[scaling], dy)
@@ -497,7 +506,7 @@ def _fake_backward(
         weight.new_empty(weight.shape) if want_dweight else None,
         bias.new_empty(bias.shape) if want_dbias and bias is not None else None,
         dy.new_empty((2,), dtype=torch.int64),
-        dy.new_empty((), dtype=torch.float32) if watch else None,
+        dy.new_empty((), dtype=torch.float32) if options & _WATCH else None,
         dy.new_empty(shape, dtype=_E4M3) if is_new else None,
         dy.new_empty(scales, dtype=torch.float32) if is_new and blocks else None,
     )
@@ -505,7 +514,8 @@ def _fake_backward(
 
 def _fake_cast(weight: Tensor, scaling: int, power_of_two: bool, turned: bool) -> tuple[Tensor, Tensor]:
     op = f"{SCALED}_cast"
-    _check_options(op, scaling, 0)
+    if not 0 <= scaling < len(SCALINGS):
+        checks.refuse(op, "scaling", "0 (row), 1 (tensor) or 2 (block)", str(scaling))
     _quantize.check_dtype(op, "weight", weight.dtype, _quantize.FLOATS)
     if weight.dim() != 2:
         checks.refuse(op, "weight", "two dimensions", checks.shape_text(weight.shape))
@@ -518,12 +528,14 @@ def _fake_cast(weight: Tensor, scaling: int, power_of_two: bool, turned: bool) -
 
 for _name in (SCALED, f"{SCALED}_forward"):
     register_fake(_name, _fake)
+register_fake(f"{SCALED}_inference", lambda *inputs: _fake(*inputs)[0])
 register_fake(f"{SCALED}_backward", _fake_backward)
 register_fake(f"{SCALED}_cast", _fake_cast)
 
 # ---- in eager mode, of plain tensors: with casts that are kept and shared
 
 _eager_forward = _without_wrapper(raw.scaled_linear_forward.default)
+_eager_inference = _without_wrapper(raw.scaled_linear_inference.default)
 _eager_backward = _without_wrapper(raw.scaled_linear_backward.default)
 _eager_cast = _without_wrapper(raw.scaled_linear_cast.default)
 _NO_CASTS = (None,) * 4
@@ -537,89 +549,120 @@ def is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return not (is_compiling() or _in_transform() or _is_tracing() or forward_ad._current_level >= 0)
 
 
+def layer(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Fp8Recipe, state: Fp8State | None, emulate: bool
+) -> Tensor:
+    """A layer: ``scaled_linear`` of a recipe, a state and a flag that are such."""
+    if not isinstance(x, Tensor) or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+        wide = weight.dtype is torch.float32  # cast to 8 bits as it is
+        x, narrow, bias = under_autocast(SCALED, x=x, weight=None if wide else weight, bias=bias)  # type: ignore[assignment]
+        weight = weight if wide else narrow  # type: ignore[assignment]
+    run = in_eager if is_plain(x, weight, bias) else in_graph
+    return run(x, weight, bias, recipe, state, emulate)
+
+
 def in_eager(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Fp8Recipe, state: Fp8State | None, emulate: bool
 ) -> Tensor:
     """A layer of plain tensors."""
-    emulate = emulate or not x.is_cuda or not _has_products(recipe.scaling, x.device)
-    call = recipe, state, emulate, place_of(weight), torch.is_grad_enabled()
-    if call[-1] and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
-        return _apply(x, weight, bias, call)
-    return _forward(x, weight, bias, call, False)[0]
+    options = recipe.options
+    if emulate or not x.is_cuda or not _has_products(recipe.scaling, x.device):
+        options += _EMULATE
+    stream, training = place_of(weight), torch.is_grad_enabled()
+    if training and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+        return _apply(x, weight, bias, (recipe, state, options, stream))  # torch asks each argument what it is
+    return _forward(x, weight, bias, recipe, state, options, stream, training, False)[0]
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: Any, shares: bool) -> tuple[Any, ...]:
-    """y, and bytes and scale of x. ``shares``: other layers of x may take them."""
-    recipe, state, emulate, stream, training = call
-    x_scale, watch, made = None, False, ()
-    if state is not None:
-        x_scale, watch = state.x_scale, training and recipe.amax == "delayed"
-    how = recipe.how + watch
-    finds = x_scale is None and training and stream is not None and not x.is_inference()
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Fp8Recipe,
+    state: Fp8State | None,
+    options: int,
+    stream: int | None,
+    training: bool,
+    keeps: bool,
+) -> tuple[Any, ...]:
+    """y; bytes and scale of x, and their source. ``keeps``: for a backward, and for other layers of x; else they may be
+    left out."""
+    x_scale, how, made, source = None if state is None else state.x_scale, recipe.how, (), None
+    if state is not None and training and recipe.is_delayed:
+        options += _WATCH
+        how += 1
+    finds = x_scale is None and training and stream is not None
     if finds:
         made = of_rows.find(x, stream, how)
     kept = _for_forward(weight, recipe, training, x.requires_grad, stream)
     casts = (None, None) if kept is None else (kept.data, kept.scale)
-    given = *casts, x_scale, None, None, None, *(made[:2] or (None, None))
-    y, *new = call_raw(_eager_forward, x, weight, bias, *given, *recipe.numbers, emulate, watch)
-    counts, amax, data, scale = made[2:] + made[:2] or new
-    if not made and finds and shares:
-        of_columns.clear()  # of a forward before: a loop may have written to it by x.data
-        of_rows.keep(x, stream, how, data, scale, counts, amax)
+    given = x, weight, bias, *casts, x_scale, *(made[:2] or (None, None)), options
+    if made:
+        data, scale, counts, amax, source = made
+        y = call_raw(_eager_inference, *given)
+    elif keeps or (state is not None and training):
+        y, counts, amax, data, scale = call_raw(_eager_forward, *given)
+        if finds and keeps and not x.is_inference():
+            of_columns.clear()  # of a forward before: a loop may have written to it by x.data
+            source = source_of(x) if how == BY_ROWS and x.requires_grad else None
+            of_rows.keep(x, stream, how, data, scale, counts, amax, source)
+    else:
+        return (call_raw(_eager_inference, *given),)
     if state is not None and training:
         state.has_run = True
         x_amax, _, x_counts, _ = state.totals()
-        _note(stream, x_counts, counts, x_amax if watch else None, amax)
-    return y, data, scale if x_scale is None else x_scale
-
-
-def _note(stream: int | None, of_counts: Tensor, counts: Tensor, of_amax: Tensor | None, amax: Tensor) -> None:
-    found = ((of_counts, counts),) if of_amax is None else ((of_counts, counts), (of_amax, amax))
-    for total, some in found:
-        if stream is None:
-            note(total, some)
-        else:
-            note_later(total, some, stream)
+        note_later(x_counts, counts, stream)
+        if recipe.is_delayed:
+            note_later(x_amax, amax, stream)
+    return y, data, scale if x_scale is None else x_scale, source
 
 
 def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return _NO_CASTS
     of_rows.clear()  # layers of one x have all run forward
-    recipe, totals = ctx.recipe, ctx.totals
-    x, weight, bias, data, scale, dy_scale = ctx.saved_tensors
-    wants = ctx.needs_input_grad[:3]
+    recipe, totals, options, source = ctx.call
+    x, weight, bias, data, scale, dy_scale, *made_of = ctx.saved_tensors
+    want_dx, want_dweight, want_dbias, _ = ctx.needs_input_grad
     plain, stream = not is_batched(dy) and not _in_transform(), place_of(dy)
-    casts = _for_dx(weight, recipe, stream) if wants[0] else _NO_CASTS
-    of = x if recipe.scaling == "block" else data
-    finds = wants[1] and recipe.wgrad == "fp8" and plain and stream is not None
+    casts = _for_dx(weight, recipe, stream) if want_dx else _NO_CASTS
+    of = x if recipe.scaling == "block" else data if source is None else source
+    finds = want_dweight and recipe.wgrad == "fp8" and plain and stream is not None
     turned = of_columns.find(of, stream, recipe.how) if finds else ()
-    watch = totals is not None and totals[1] is not None
-    given = x, weight, bias, data, scale, *casts, dy_scale, *(turned or (None, None))
-    found = call_raw(_eager_backward, dy, *given, *recipe.numbers, ctx.emulate, watch, *wants)
+    if source is not None and want_dweight:
+        data, scale = turned[2:] or source.cast(*made_of)
+    if totals is not None and recipe.is_delayed:
+        options += _WATCH
+    given = x, weight, bias, data, scale, *casts, dy_scale, *(turned[:2] or (None, None))
+    found = call_raw(_eager_backward, dy, *given, options, want_dx, want_dweight, want_dbias)
     dx, dweight, dbias, counts, amax, *new = found
     if finds and not turned:
-        of_columns.keep(of, stream, recipe.how, *new)
-    if wants[1] and (kept := kept_of(weight)) is not None:
+        of_columns.keep(of, stream, recipe.how, *new, *(() if source is None else (data, scale)))
+    if want_dweight and (kept := kept_of(weight)) is not None:
         kept.has_gradient = True
     if totals is not None and plain:  # of several gradients in one nobody counts them
-        _note(stream, totals[0], counts, totals[1], amax)
+        _, dy_amax, _, dy_counts = totals
+        note_later(dy_counts, counts, stream)
+        if recipe.is_delayed:
+            note_later(dy_amax, amax, stream)
     return dx, dweight, dbias, None
 
 
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Any) -> Tensor:
-        y, data, scale = _forward(x, weight, bias, call, True)
-        recipe, state, ctx.emulate, *_ = call
-        ctx.recipe, ctx.totals, dy_scale = recipe, None, None
-        if state is not None:
-            _, dy_amax, _, dy_counts = state.totals()
-            ctx.totals, dy_scale = (dy_counts, dy_amax if recipe.amax == "delayed" else None), state.dy_scale
+        recipe, state, options, stream = call
+        y, data, scale, source = _forward(x, weight, bias, recipe, state, options, stream, True, True)
+        # The totals as they are now: a layer that is moved gets others.
+        totals, dy_scale = (None, None) if state is None else (state.totals(), state.dy_scale)
+        made_of = source.tensors() if source is not None and state is not None and state.recomputes else ()
+        ctx.call = recipe, totals, options, source if made_of else None
         if not weight.requires_grad:
             ctx.save_for_backward(None, weight, bias, None, None, dy_scale)
         elif recipe.reads_x:
             ctx.save_for_backward(x, weight, bias, None, None, dy_scale)
+        elif made_of:
+            ctx.save_for_backward(None, weight, bias, None, None, dy_scale, *made_of)
         else:
             ctx.save_for_backward(None, weight, bias, data, scale, dy_scale)
         ctx.set_materialize_grads(False)  # zeros would cost kernels, and their share of every gradient
@@ -634,22 +677,21 @@ _apply = super(torch.autograd.Function, _Eager).apply  # without its wrapper, wh
 
 # ---- in graphs and transforms, and of other tensors
 
-_NUMBERS = 7  # last inputs: scaling, accumulate, e5m2, high, power_of_two, emulate, watch
-
 
 def in_graph(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Fp8Recipe, state: Fp8State | None, emulate: bool
 ) -> Tensor:
     """Any layer: each call casts, and nothing is kept."""
-    emulate = is_emulated(SCALED, recipe, x.device, emulate)
+    options = recipe.options + _EMULATE * is_emulated(SCALED, recipe, x.device, emulate)
     records = state is not None and torch.is_grad_enabled() and (is_compiling() or not _in_transform())
-    watch = records and recipe.amax == "delayed"
+    watch = records and recipe.is_delayed
+    options += _WATCH * watch
     known: tuple[Tensor | None, ...] = _NO_CASTS
     if state is not None:
         x_amax, dy_amax, x_counts, dy_counts = state.totals() if records else _NO_CASTS
         known = state.x_scale, state.dy_scale, dy_counts, dy_amax if watch else None
-    given = None, None, *known, None, None
-    y, counts, amax = scaled_linear(x, weight, bias, *given, *recipe.numbers, emulate, watch)
+    x_scale, *of_dy = known
+    y, counts, amax = scaled_linear(x, weight, bias, None, None, x_scale, None, None, options, *of_dy)
     if records:
         state.has_run = True  # type: ignore[union-attr]
         note(x_counts, counts)
@@ -662,7 +704,7 @@ def _save(inputs: Any, outputs: Any) -> dict[str, Any]:
     if inputs.x_data is not None:
         data, scale = inputs.x_data, inputs.x_data_scale
     trains = inputs.weight.requires_grad
-    by_value = inputs.high or inputs.scaling == _BLOCK  # the weight's gradient reads x, not its bytes
+    by_value = inputs.options & _HIGH or inputs.options & 3 == _BLOCK  # the weight's gradient reads x, not its bytes
     return {
         "x": inputs.x if trains and by_value else None,
         "x_data": data if trains and not by_value else None,
@@ -672,7 +714,7 @@ def _save(inputs: Any, outputs: Any) -> dict[str, Any]:
         "dy_scale": inputs.dy_scale,
         "dy_counts": inputs.dy_counts,
         "dy_amax": inputs.dy_amax,
-        "numbers": inputs[-_NUMBERS:],
+        "options": inputs.options,
     }
 
 
@@ -680,7 +722,7 @@ def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Any) -> Gradien
     if dy is None:
         return {}
     given = dy, saved.x, saved.weight, saved.bias, saved.x_data, saved.x_data_scale, *_NO_CASTS, saved.dy_scale
-    inputs = *given, None, None, *saved.numbers, wants.x, wants.weight, wants.bias
+    inputs = *given, None, None, saved.options, wants.x, wants.weight, wants.bias
     dx, dweight, dbias, counts, amax, *_ = call_raw(raw.scaled_linear_backward.default, *inputs)
     if not is_batched(dy) and not _in_transform():  # several gradients in one: nobody counts them
         note(saved.dy_counts, counts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -227,7 +226,6 @@ def scaled_linear(
         >>> warpsmith.scaled_linear(torch.ones(1, 16), torch.full((16, 16), 2.0))[0, :2]
         tensor([32., 32.])
     """
-    # Each question by the cheapest call: this function is called by every layer.
     if type(recipe) is not Fp8Recipe:
         recipe = _scaled_linear.as_recipe(SCALED, recipe)
     if emulate is not True and emulate is not False:
@@ -237,12 +235,7 @@ def scaled_linear(
         checks.refuse_type(SCALED, "state", "an Fp8State or None", state)
     if not isinstance(weight, Tensor):
         checks.refuse_type(SCALED, "weight", "a tensor", weight)
-    if not isinstance(x, Tensor) or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
-        wide = weight.dtype is torch.float32  # cast to 8 bits as it is
-        x, narrow, bias = _linear.under_autocast(SCALED, x=x, weight=None if wide else weight, bias=bias)  # type: ignore[assignment]
-        weight = weight if wide else narrow  # type: ignore[assignment]
-    run = _scaled_linear.in_eager if _scaled_linear.is_plain(x, weight, bias) else _scaled_linear.in_graph
-    return run(x, weight, bias, recipe, state, emulate)
+    return _scaled_linear.layer(x, weight, bias, recipe, state, emulate)
 
 
 def matmul_symmetric(x: Tensor) -> Tensor:
