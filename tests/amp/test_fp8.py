@@ -431,16 +431,29 @@ def sharded(rank, model, kind):
     return model
 
 
+EACH_WAY = [(kind, order) for kind in ("ddp", "fsdp", "optimizer") for order in ("before", "behind")]
+
+
 @multirank(2, timeout_s=300)
-@pytest.mark.parametrize("order", ["before", "behind"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "optimizer"])
+@pytest.mark.parametrize(("kind", "order"), EACH_WAY)
 def test_ranks_train_as_one(rank, world_size, kind, order):
+    check_ranks_train_as_one(rank, kind, order, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@multirank(2, backend="nccl", timeout_s=300)
+@pytest.mark.parametrize(("kind", "order"), EACH_WAY)
+def test_ranks_of_nccl_train_as_one(rank, world_size, kind, order):
+    check_ranks_train_as_one(rank, kind, order, torch.device("cuda", torch.cuda.current_device()))
+
+
+def check_ranks_train_as_one(rank, kind, order, device):
     """Two ranks with half of the batch each have the weights of one process with all of it: the scales of a tensor's
     rows are of rows, the weight's gradient is not cast, and each element of a mean is rounded once more."""
     recipe, results = Fp8Recipe(wgrad="high"), []
     for alone in (True, False):
         _scaled_linear._kept.clear()
-        model = small()
+        model = small().to(device)
         if order == "before":
             fp8(model, recipe)
         trained = model if alone else sharded(rank, model, kind)
@@ -453,7 +466,7 @@ def test_ranks_train_as_one(rank, world_size, kind, order):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
             for micro_batch in range(2):
-                x = batch(10 * step + micro_batch)
+                x = batch(10 * step + micro_batch).to(device)
                 part = x if alone else x[4 * rank : 4 * rank + 4]
                 with optimizer.no_sync() if own and micro_batch == 0 else nullcontext():
                     trained(part).square().mean().backward()
