@@ -23,6 +23,7 @@ from warpsmith._core.library import (
     Gradients,
     Saved,
     Wants,
+    _without_wrapper,
     call_raw,
     differentiable,
     raw,
@@ -41,6 +42,9 @@ def default_eps(x: Tensor) -> float:
     return _FLOAT64_EPS if getattr(x, "dtype", None) is torch.float64 else _FLOAT32_EPS
 
 
+_rms_norm_fp8 = _without_wrapper(raw.rms_norm_fp8.default)
+
+
 def _source(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Source | None:
     """Of an RMS norm's y: what was normed, which its backward reads. It may be wider than y. A weight that fully_shard
     has gathered may be freed when a layer's backward would read it."""
@@ -52,7 +56,7 @@ def _source(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Source | None:
         return None
 
     def cast(normed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        *_, data, scale, _ = call_raw(raw.rms_norm_fp8.default, normed, weight, eps, offset)
+        *_, data, scale, _ = call_raw(_rms_norm_fp8, normed, weight, eps, offset)
         return data, scale
 
     return Source(cast, normed, weight)

@@ -72,6 +72,7 @@ def _nobody() -> None:
 
 of_rows, of_columns = _Shared(), _Shared()
 
+_quantize = _without_wrapper(raw.quantize_fp8.default)
 _kept_anyway: Any = _nobody  # the last result that its own backward reads
 
 
@@ -89,7 +90,7 @@ def source_of(x: Tensor) -> Source | None:
 
 def _cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     rows = x.reshape(-1, x.shape[-1])
-    return call_raw(raw.quantize_fp8.default, rows, None, 0, 0, torch.float8_e4m3fn, True, False)[:2]
+    return call_raw(_quantize, rows, None, 0, 0, torch.float8_e4m3fn, True, False)[:2]
 
 
 _with_cast: dict[str, Callable[[], Callable]] = {}
