@@ -27,8 +27,8 @@ class Dispatched(TorchDispatchMode):
         return [args for called, args in self.calls if called is op]
 
 
-class Copies(TorchDispatchMode):
-    """The names of torch's ops that copy at least so many elements."""
+class Beside(TorchDispatchMode):
+    """The names of torch's ops that make or write at least so many elements, or tell the host a number."""
 
     def __init__(self, least):
         super().__init__()
@@ -36,9 +36,20 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
-        name = op.overloadpacket.__name__
-        if name in COPIES and isinstance(result, Tensor) and result.numel() >= self.least:
-            self.found.append(name)
+        if op.namespace != "warpsmith" and not op.is_view:
+            made = tree_leaves(result)
+            large = any(isinstance(t, Tensor) and t.numel() >= self.least for t in made)
+            if large or any(isinstance(value, bool | int | float) for value in made):
+                self.found.append(op.overloadpacket.__name__)
+        return result
+
+
+class Copies(Beside):
+    """Those that copy at least so many elements."""
+
+    def __torch_dispatch__(self, *call, **more):
+        result = super().__torch_dispatch__(*call, **more)
+        self.found = [name for name in self.found if name in COPIES]
         return result
 
 

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from warpsmith import reference
 from warpsmith.train import sync_audit
 
-from tests.dispatched import other_defaults
-from tests.ops.public_calls import CLASSES, NAMES, TOKENS, WIDTH, arguments_of, floating_of
+from tests.dispatched import Beside, other_defaults
+from tests.ops.public_calls import CLASSES, NAMES, NOT_DIFFERENTIABLE, TOKENS, WIDTH, arguments_of, floating_of
 
 OTHER = dict.fromkeys(("eps", "softmax_scale", "label_smoothing", "z_loss", "weight_offset", "momentum"), 0.25)
 OTHER |= dict.fromkeys(("softcap", "temperature", "beta1", "beta2", "weight_decay", "lr", "dropout_p"), 0.5)
@@ -32,6 +32,14 @@ HOW |= {"kv_heads", "found_inf", "mode", "process_group", "sharding", "max_seqle
 OF_8_BITS = {"dequantize_fp8", "quantize_fp8", "scaled_linear"}
 # Functions of several ranks, here on one: by name the op that they compute.
 ON_RANKS = {n: n.split("_parallel_")[-1] for n in warpsmith.distributed.__all__ if "_parallel_" in n}
+
+# What torch computes forward and backward in a call, and beside an argument.
+BY_TORCH = {
+    "conv2d": (["convolution", "add"], ["convolution_backward"]),
+    "conv2d activation": (["convolution", "add", "relu"], ["threshold_backward", "convolution_backward"]),
+    "linear_log_prob temperature": ([], ["div"] * 3),
+    "matmul_symmetric": ([], ["add", "mm"]),
+}
 
 # What an argument needs that it may say something: another one changed, or not.
 ONLY = {"momentum": ("training", True), "causal_align": ("causal", False)}
@@ -197,3 +205,35 @@ def test_what_is_overwritten_may_have_the_negative_bit(name):
         assert "negative bit" in str(refused)
     else:
         assert all(map(torch.equal, found, gradients(False)))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["dense", "padded"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "adamw"])
+def test_nothing_is_copied_or_looked_at_on_the_way_to_a_kernel(name, padded):
+    """Nor on the way back: torch makes no tensor, writes to none and tells the host nothing, with rows apart and not,
+    beside each argument."""
+
+    def given_as(t):
+        t = t.bfloat16() if isinstance(t, Tensor) and t.dtype == torch.float64 else t
+        if not padded or not isinstance(t, Tensor) or t.dim() < 2:
+            return t
+        return t.new_empty(*t.shape[:-1], t.shape[-1] + 3)[..., : t.shape[-1]].copy_(t)
+
+    function, base = function_of(name), arguments_of(name) if name in OF_8_BITS else base_of(name)
+    others = {} if name in OF_8_BITS else others_of(name, base)
+    for option, parameter in inspect.signature(function).parameters.items():
+        if isinstance(parameter.default, bool) and option in HOW - {"batch_invariant", "check_labels"}:
+            others[option] = not parameter.default
+    for option in (None, *others):
+        given = tree_map(given_as, base | ({option: others[option]} if option else {}))
+        learned = []
+        for key, t in {} if name in NOT_DIFFERENTIABLE else floating_of(given).items():
+            given[key] = t.requires_grad_().clone() if "inplace" in str(option) else t.requires_grad_().view_as(t)
+            learned.append(torch.autograd.graph.get_gradient_edge(given[key]))
+        with Beside(TOKENS) as forward:
+            made = [t for t in tree_leaves(function(**given)) if isinstance(t, Tensor) and t.requires_grad]
+        upstream = [given_as(torch.rand_like(t)) for t in made]
+        with Beside(TOKENS) as backward:
+            torch.autograd.grad(made, learned, upstream, allow_unused=True) if made else ()
+        expected = BY_TORCH.get(f"{name} {option}", BY_TORCH.get(name, ([], [])))
+        assert (forward.found, backward.found) == expected, option

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from warpsmith.testing import bitwise_equal
 from warpsmith.train import sync_audit
 
-from tests.dispatched import other_defaults
+from tests.dispatched import Beside, other_defaults
 from tests.optim.optimizers import EACH_STORAGE, FULL, LAMB, LION, Options, dtype_of
 
 ORDERS = (1, 2, math.inf)
@@ -33,14 +33,23 @@ def of_optimizer(options):
     return lambda ps: options.ours(ps).step
 
 
-def of_scaler(make):
+def of_scaler(make, sharded=False):
     def part(ps):
-        optimizer, scaler = warpsmith.optim.AdamW(ps), make()
+        factors = [p.grad for p in ps]
+        kinds = (
+            (warpsmith.distributed.ShardedOptimizer, ps, warpsmith.optim.AdamW)
+            if sharded
+            else (warpsmith.optim.AdamW, ps)
+        )
+        optimizer, scaler = kinds[0](*kinds[1:]), make()
         schedule = warpsmith.amp.DeviceLR(optimizer, warpsmith.amp.schedules.cosine(9), 9, scaler)
         loss = ps[0].detach().new_ones(())
 
         def steps():
             for unscales, clips in itertools.product((False, True), (None, *ORDERS)):
+                if sharded:
+                    optimizer.zero_grad()
+                    scaler.scale(sum((p * f).sum() for p, f in zip(ps, factors, strict=True))).backward()
                 scaler.scale(loss)
                 if unscales:
                     scaler.unscale_(optimizer)
@@ -87,15 +96,6 @@ def test_every_part_is_asked_below():
     assert PARTS.keys() == {*warpsmith.optim.__all__, *warpsmith.amp.__all__} - OTHERS
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_the_host_does_not_wait(name):
-    part = PARTS[name](parameters())
-    part()  # makes states and tables
-    with sync_audit("cpu") as audit:
-        part()
-    assert audit.total == 0, str(audit)
-
-
 def and_loaded(options, params):
     """Steps, and the state in another optimizer, by way of float32."""
     optimizer = options.ours(params)
@@ -128,7 +128,24 @@ def one_rank():
         yield
 
 
-MADE = PARTS | {"ShardedOptimizer": of_sharded}
+SHARDED = {"ShardedOptimizer": of_sharded}
+SHARDED |= {"sharded, GradScaler": of_scaler(lambda: warpsmith.amp.GradScaler("cpu"), sharded=True)}
+MADE = PARTS | SHARDED
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_host_does_not_wait(name, one_rank):
+    part = MADE[name](parameters())
+    part()  # makes states and tables
+    if name not in SHARDED:  # whose collectives end what the audit sees begin
+        with sync_audit("cpu") as audit:
+            part()
+        assert audit.total == 0, str(audit)
+    with Beside(math.inf) as told:
+        part()
+    assert told.found == []
+
+
 STORED = {str(options): options for options in EACH_STORAGE}
 
 
