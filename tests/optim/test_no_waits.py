@@ -21,11 +21,11 @@ from tests.optim.optimizers import EACH_STORAGE, FULL, LAMB, LION, Options, dtyp
 ORDERS = (1, 2, math.inf)
 
 
-def parameters(dtype=torch.float32):
-    """Large enough for 8-bit states, and with a gradient that lies otherwise than its parameter."""
+def parameters(dtype=torch.float32, otherwise=True):
+    """Large enough for 8-bit states; one's gradient may lie otherwise than its parameter."""
     found = [torch.nn.Parameter(torch.randn(65, 66).to(dtype)) for _ in range(3)]
     for p in found:
-        p.grad = (torch.randn(66, 65).t() if p is found[1] else torch.randn(65, 66)).to(dtype)
+        p.grad = (torch.randn(66, 65).t() if otherwise and p is found[1] else torch.randn(65, 66)).to(dtype)
     return found
 
 
@@ -133,17 +133,34 @@ SHARDED |= {"sharded, GradScaler": of_scaler(lambda: warpsmith.amp.GradScaler("c
 MADE = PARTS | SHARDED
 
 
+@pytest.mark.parametrize("otherwise", [False, True], ids=["like parameters", "otherwise"])
 @pytest.mark.parametrize("name", MADE)
-def test_the_host_does_not_wait(name, one_rank):
-    part = MADE[name](parameters())
-    part()  # makes states and tables
+def test_the_host_does_not_wait(name, otherwise, one_rank):
+    params = parameters(otherwise=otherwise)
+    with Beside(math.inf) as told:
+        part = MADE[name](params)
+        part()  # makes states and tables
+        part()
+    assert told.found == []
     if name not in SHARDED:  # whose collectives end what the audit sees begin
         with sync_audit("cpu") as audit:
             part()
         assert audit.total == 0, str(audit)
-    with Beside(math.inf) as told:
+
+
+# Ops of torch in a turn, each of which is a launch on a GPU; 0 of the others.
+LAUNCHES = {"Muon": 12, "GradScaler": 140, "StepGuard": 124, "DeviceLR": 244, "fp8": 23}
+LAUNCHES |= {"ShardedOptimizer": 58, "sharded, GradScaler": 750}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MADE)
+def test_torch_launches_no_more_beside_a_part(name, one_rank):
+    part = MADE[name](parameters(otherwise=False))
+    part()
+    with Beside(1) as beside:
         part()
-    assert told.found == []
+    assert len(beside.found) <= LAUNCHES.get(name, 0), beside.found
 
 
 STORED = {str(options): options for options in EACH_STORAGE}
