@@ -39,7 +39,8 @@ class Beside(TorchDispatchMode):
         if op.namespace != "warpsmith" and not op.is_view:
             made = tree_leaves(result)
             large = any(isinstance(t, Tensor) and t.numel() >= self.least for t in made)
-            if large or any(isinstance(value, bool | int | float) for value in made):
+            told = isinstance(result, bool | int | float) and any(isinstance(t, Tensor) for t in args)
+            if large or told:
                 self.found.append(op.overloadpacket.__name__)
         return result
 
