@@ -4,6 +4,7 @@ for none of it, and it does not matter of which device and dtype torch makes ten
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from itertools import combinations, product
@@ -34,6 +35,8 @@ OF_8_BITS = {"dequantize_fp8", "quantize_fp8", "scaled_linear"}
 # Functions of several ranks, here on one: by name the op that they compute.
 ON_RANKS = {n: n.split("_parallel_")[-1] for n in warpsmith.distributed.__all__ if "_parallel_" in n}
 
+# Refuse a second derivative.
+ONCE = {"attention", "attention_varlen", "cross_entropy", "linear_cross_entropy", "linear_log_prob"}
 # What torch computes forward and backward in a call, and beside an argument.
 BY_TORCH = {
     "conv2d": (["convolution", "add"], ["convolution_backward"]),
@@ -114,7 +117,8 @@ def others_of(name: str, base: dict) -> dict:
 
 
 def result(function, name: str, given: dict, create_graph: bool = False) -> list[Tensor]:
-    """Outputs, what was written, and gradients; of a loss without its statistics."""
+    """Outputs, what was written, and gradients, with a graph those of their squares, too, where they are not refused;
+    of a loss without its statistics."""
     taken = inspect.signature(function).parameters
     given = tree_map(
         lambda t: t.clone() if isinstance(t, Tensor) else t, {k: v for k, v in given.items() if k in taken}
@@ -124,14 +128,24 @@ def result(function, name: str, given: dict, create_graph: bool = False) -> list
     found = found[:1] if name.endswith("cross_entropy") else found
     if learned:
         loss = sum(
-            (t * torch.arange(1, 1 + t.numel(), device=t.device).to(t.dtype).view(t.shape).cos()).sum()
+            (
+                t
+                * (
+                    torch.arange(1, 1 + t.numel(), device=t.device).to(t.dtype).view(t.shape).cos()
+                    + (t.dtype == torch.float64) * t
+                )
+            ).sum()
             for t in found
             if t.requires_grad
         )
         grads = torch.autograd.grad(loss, learned, allow_unused=True, create_graph=create_graph)
-        found += [t for t in grads if t is not None]
+        found += (grads := [t for t in grads if t is not None])
+        if create_graph:
+            with contextlib.suppress(RuntimeError):
+                squares = sum(t.square().sum() for t in grads)
+                found += torch.autograd.grad(squares, learned, allow_unused=True, materialize_grads=True)
     written = [given[k] for k in ("params", "running_mean", "running_var", "exp_avgs", "exp_avg_sqs") if k in given]
-    return [t.detach() for t in (*found, *tree_leaves(written)) if t is not None]
+    return [t.detach() for t in (*tree_leaves(written), *found) if t is not None]
 
 
 def differs(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -171,7 +185,7 @@ def test_each_argument_alone_and_in_pairs(name, one_rank):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in OF_8_BITS])
 def test_each_tensor_left_out_beside_each_argument(name):
-    """Gradients are the same ones under ``create_graph``."""
+    """Gradients are the same ones under ``create_graph``, and theirs in turn those of the definition."""
     function, base = function_of(name), base_of(name)
     others = others_of(name, base)
     parameters = inspect.signature(function).parameters
@@ -183,12 +197,14 @@ def test_each_tensor_left_out_beside_each_argument(name):
         except ValueError:  # what goes with another argument
             assert out
             continue
-        for which, again in (("reference", getattr(reference, name)), ("create_graph", function)):
-            with Beside(math.inf) as told:
-                expected = result(again, name, given, which == "create_graph")
-            assert told.found == [] or which == "reference", (other, out)
-            message = f"{other} without {out}: {which}: "
-            torch.testing.assert_close(found, expected, msg=lambda m, of=message: of + m)
+        expected = result(getattr(reference, name), name, given, True)
+        with Beside(math.inf) as told:
+            twice = result(function, name, given, True)
+        assert told.found == [], (other, out)
+        assert (len(twice) == len(expected)) != (name in ONCE), (other, out)
+        for of, a in (("eager", found), ("create_graph", twice)):
+            message = f"{other} without {out}: {of}: "
+            torch.testing.assert_close(a, expected[: len(a)], rtol=1e-6, atol=1e-6, msg=lambda m, of=message: of + m)
 
 
 @pytest.mark.parametrize(
