@@ -36,7 +36,8 @@ class Beside(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
-        if op.namespace != "warpsmith" and not op.is_view:
+        fresh = not op.is_view or op is torch.ops.aten.lift_fresh.default  # of torch.tensor
+        if op.namespace != "warpsmith" and fresh:
             made = tree_leaves(result)
             large = any(isinstance(t, Tensor) and t.numel() >= self.least for t in made)
             told = isinstance(result, bool | int | float) and any(isinstance(t, Tensor) for t in args)

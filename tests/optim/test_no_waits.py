@@ -22,10 +22,12 @@ ORDERS = (1, 2, math.inf)
 
 
 def parameters(dtype=torch.float32, otherwise=True):
-    """Large enough for 8-bit states; one's gradient may lie otherwise than its parameter."""
-    found = [torch.nn.Parameter(torch.randn(65, 66).to(dtype)) for _ in range(3)]
+    """Large enough for 8-bit states, one transposed; one's gradient may lie otherwise than its parameter."""
+    found = [torch.nn.Parameter(torch.randn(65, 66).to(dtype)) for _ in range(2)]
+    found.append(torch.nn.Parameter(torch.randn(66, 65).to(dtype).t()))
     for p in found:
-        p.grad = (torch.randn(66, 65).t() if otherwise and p is found[1] else torch.randn(65, 66)).to(dtype)
+        p.grad = torch.randn_like(p.detach())
+    found[1].grad = torch.randn(66, 65).to(dtype).t() if otherwise else found[1].grad
     return found
 
 
@@ -149,8 +151,8 @@ def test_the_host_does_not_wait(name, otherwise, one_rank):
 
 
 # Ops of torch in a turn, each of which is a launch on a GPU; 0 of the others.
-LAUNCHES = {"Muon": 12, "GradScaler": 140, "StepGuard": 124, "DeviceLR": 244, "fp8": 23}
-LAUNCHES |= {"ShardedOptimizer": 58, "sharded, GradScaler": 750}
+LAUNCHES = {"Muon": 14, "GradScaler": 140, "StepGuard": 124, "DeviceLR": 244, "fp8": 23}
+LAUNCHES |= {"ShardedOptimizer": 59, "sharded, GradScaler": 758}
 
 
 @pytest.mark.full
