@@ -11,16 +11,18 @@ COPIES = {"_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "copy_", 
 
 
 class Dispatched(TorchDispatchMode):
-    """Keeps the op and the positional arguments of each call of one of the package's ops."""
+    """Keeps the op and the positional arguments of each call of one of the package's ops, and the tensors made."""
 
     def __init__(self):
         super().__init__()
-        self.calls = []
+        self.calls, self.made = [], []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
         if op.namespace == "warpsmith":
             self.calls.append((op, args))
-        return op(*args, **(kwargs or {}))
+            self.made += [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.numel()]
+        return result
 
     def of(self, op):
         """The arguments of each call of an op."""

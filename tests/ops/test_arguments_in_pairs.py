@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from warpsmith import reference
 from warpsmith.train import sync_audit
 
-from tests.dispatched import Beside, other_defaults
+from tests.dispatched import Beside, Dispatched, other_defaults
 from tests.ops.public_calls import CLASSES, NAMES, NOT_DIFFERENTIABLE, TOKENS, WIDTH, arguments_of, floating_of
 
 OTHER = dict.fromkeys(("eps", "softmax_scale", "label_smoothing", "z_loss", "weight_offset", "momentum"), 0.25)
@@ -257,3 +257,17 @@ def test_nothing_is_copied_or_looked_at_on_the_way_to_a_kernel(name, padded):
             torch.autograd.grad(made, learned, upstream, allow_unused=True) if made else ()
         expected = BY_TORCH.get(f"{name} {option}", BY_TORCH.get(name, ([], [])))
         assert (forward.found, backward.found) == expected, option
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in (*NOT_DIFFERENTIABLE, *OF_8_BITS) and "atten" not in n])
+def test_a_backward_makes_no_gradient_that_nobody_wants(name):
+    """Attention makes those of q, k and v together."""
+    base = base_of(name)
+    base |= {o: t for o, t in others_of(name, base).items() if isinstance(t, Tensor) and o not in base}
+    for key in floating_of(base):
+        given = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, base)
+        leaf = given[key].requires_grad_()
+        made = [t for t in tree_leaves(function_of(name)(**given)) if isinstance(t, Tensor) and t.requires_grad]
+        with Dispatched() as ops:
+            grad = torch.autograd.grad(made, leaf, [torch.ones_like(t) for t in made])[0]
+        assert [t.shape for t in ops.made if t.data_ptr() != grad.data_ptr()] == [], key
