@@ -268,6 +268,17 @@ def test_more_of_a_rate_never_takes_longer():
     assert plan.predict(model, dataclasses.replace(H100, network_bytes_per_s=94e9), layout).step_s < slow
 
 
+def test_a_backward_has_what_a_checkpoint_computes_again():
+    def passes(checkpoint):
+        return compute.layer(GPT2, plan.Layout(attention="eager", checkpoint=checkpoint), H100)
+
+    forward, backward = passes("none")
+    again = {name: passes(name)[1].total - backward.total for name in CHECKPOINTS}
+    assert again["none"] == 0 and again["full"] == pytest.approx(forward.total)
+    assert again["attention"] == pytest.approx(forward.attention)
+    assert again["half"] == pytest.approx(forward.matmul / 2 + forward.memory_bound)
+
+
 def test_half_the_bytes_count_where_the_network_decides():
     slow = plan.Cluster.of("H100", network_gbit=10)
     layout = plan.Layout(data=64, micro_batch=8)
