@@ -234,7 +234,7 @@ OF_TORCH = [name for name in optim.__all__ if hasattr(torch.optim, name)]
 
 
 @pytest.mark.parametrize("name", OF_TORCH)
-def test_two_numbers_are_refused_together_where_torch_refuses_them(name):
+def test_a_pair_of_numbers_is_refused_where_torch_refuses_it(name):
     """At and around the bounds of each."""
     ours, theirs = getattr(optim, name), getattr(torch.optim, name)
     defaults = {k: p.default for k, p in inspect.signature(ours).parameters.items()}
