@@ -138,11 +138,8 @@ def test_gradients_with_a_graph_are_those_without(name):
 
 
 def wide(t):
-    return (
-        t.detach().double().requires_grad_(t.requires_grad)
-        if isinstance(t, torch.Tensor) and t.dtype.is_floating_point
-        else t
-    )
+    floats = isinstance(t, torch.Tensor) and t.is_floating_point()
+    return t.detach().double().requires_grad_(t.requires_grad) if floats else t
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ONCE])
@@ -165,9 +162,8 @@ def test_second_derivatives_are_what_differences_say(name):
 
         second = torch.autograd.grad(squares(0.0), wanted, allow_unused=True, materialize_grads=True)
         difference = (squares(1e-6) - squares(-1e-6)) / 2e-6
-        torch.testing.assert_close(
-            sum((s * a).sum() for s, a in zip(second, along, strict=True)), difference, rtol=1e-4, atol=1e-4
-        )
+        found = sum((s * a).sum() for s, a in zip(second, along, strict=True))
+        torch.testing.assert_close(found, difference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -116,6 +116,11 @@ def others_of(name: str, base: dict) -> dict:
     return found
 
 
+def loss_of(t: Tensor) -> Tensor:
+    factors = torch.arange(1, 1 + t.numel(), device=t.device).to(t.dtype).view(t.shape).cos()
+    return (t * (factors + t if t.dtype == torch.float64 else factors)).sum()
+
+
 def result(function, name: str, given: dict, create_graph: bool = False) -> list[Tensor]:
     """Outputs, what was written, and gradients, with a graph those of their squares, too, where they are not refused;
     of a loss without its statistics."""
@@ -127,17 +132,7 @@ def result(function, name: str, given: dict, create_graph: bool = False) -> list
     found = [t for t in tree_leaves(function(**given)) if isinstance(t, Tensor)]
     found = found[:1] if name.endswith("cross_entropy") else found
     if learned:
-        loss = sum(
-            (
-                t
-                * (
-                    torch.arange(1, 1 + t.numel(), device=t.device).to(t.dtype).view(t.shape).cos()
-                    + (t.dtype == torch.float64) * t
-                )
-            ).sum()
-            for t in found
-            if t.requires_grad
-        )
+        loss = sum(map(loss_of, (t for t in found if t.requires_grad)))
         grads = torch.autograd.grad(loss, learned, allow_unused=True, create_graph=create_graph)
         found += (grads := [t for t in grads if t is not None])
         if create_graph:

@@ -38,12 +38,8 @@ def of_optimizer(options):
 def of_scaler(make, sharded=False):
     def part(ps):
         factors = [p.grad for p in ps]
-        kinds = (
-            (warpsmith.distributed.ShardedOptimizer, ps, warpsmith.optim.AdamW)
-            if sharded
-            else (warpsmith.optim.AdamW, ps)
-        )
-        optimizer, scaler = kinds[0](*kinds[1:]), make()
+        scaler, of = make(), warpsmith.optim.AdamW
+        optimizer = warpsmith.distributed.ShardedOptimizer(ps, of) if sharded else of(ps)
         schedule = warpsmith.amp.DeviceLR(optimizer, warpsmith.amp.schedules.cosine(9), 9, scaler)
         loss = ps[0].detach().new_ones(())
 
