@@ -90,6 +90,8 @@ def test_a_module_without_a_config_tells_its_sizes():
     found = plan.Model.from_module(Decoder(m), sequence=32, heads=4)
     assert (found.layers, found.hidden, found.vocabulary, found.intermediate) == (5, 64, 300, 192)
     assert found.parameters == m.parameters
+    fewer = plan.Model.from_module(Decoder(m), sequence=32, heads=4, kv_heads=2)
+    assert fewer.kv_heads == 2 and fewer.intermediate > found.intermediate  # of the same number of parameters
 
 
 @pytest.mark.parametrize("ranks, in_host", [(1, 1), (8, 8), (64, 8), (64, 1)])

@@ -120,6 +120,14 @@ def of_sharded(ps):
     return step
 
 
+def of_fused(ps):
+    optimizer = warpsmith.optim.AdamW(ps)
+    optimizer.fuse(
+        ema=warpsmith.optim.EMA(ps), copies={p: p.detach().bfloat16() for p in ps if p.dtype == torch.float32}
+    )
+    return optimizer.step
+
+
 @pytest.fixture(scope="module")
 def one_rank():
     with warpsmith.distributed.init(device="cpu"):
@@ -128,7 +136,7 @@ def one_rank():
 
 SHARDED = {"ShardedOptimizer": of_sharded}
 SHARDED |= {"sharded, GradScaler": of_scaler(lambda: warpsmith.amp.GradScaler("cpu"), sharded=True)}
-MADE = PARTS | SHARDED
+MADE = PARTS | SHARDED | {"fused": of_fused}
 
 
 @pytest.mark.parametrize("otherwise", [False, True], ids=["like parameters", "otherwise"])
