@@ -75,9 +75,14 @@ def of_fp8(ps):
     return step
 
 
+def of_average(ps):
+    ema, found_inf = warpsmith.optim.EMA(ps), torch.zeros_like(ps[0].detach()[0, 0], dtype=torch.float32)
+    return lambda: [ema.update(flag) for flag in (None, found_inf)]
+
+
 PARTS = {
     **{options.name: of_optimizer(options) for options in (*FULL, LION, LAMB, Options("Muon", {}, "plain"))},
-    "EMA": lambda ps: warpsmith.optim.EMA(ps).update,
+    "EMA": of_average,
     "grad_norm": lambda ps: lambda: [warpsmith.optim.grad_norm(ps, order) for order in ORDERS],
     "clip_grad_norm_": lambda ps: lambda: [warpsmith.optim.clip_grad_norm_(ps, 1.0, order) for order in ORDERS],
     "GradScaler": of_scaler(lambda: warpsmith.amp.GradScaler("cpu")),
