@@ -11,24 +11,26 @@ COPIES = {"_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "copy_", 
 
 
 class Dispatched(TorchDispatchMode):
-    """Keeps the op and the positional arguments of each call of one of the package's ops."""
+    """Keeps the op and the positional arguments of each call of one of the package's ops, and the tensors made."""
 
     def __init__(self):
         super().__init__()
-        self.calls = []
+        self.calls, self.made = [], []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
         if op.namespace == "warpsmith":
             self.calls.append((op, args))
-        return op(*args, **(kwargs or {}))
+            self.made += [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.numel()]
+        return result
 
     def of(self, op):
         """The arguments of each call of an op."""
         return [args for called, args in self.calls if called is op]
 
 
-class Copies(TorchDispatchMode):
-    """The names of torch's ops that copy at least so many elements."""
+class Beside(TorchDispatchMode):
+    """The names of torch's ops that make or write at least so many elements, or tell the host a number."""
 
     def __init__(self, least):
         super().__init__()
@@ -36,9 +38,22 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
-        name = op.overloadpacket.__name__
-        if name in COPIES and isinstance(result, Tensor) and result.numel() >= self.least:
-            self.found.append(name)
+        fresh = not op.is_view or op is torch.ops.aten.lift_fresh.default  # of torch.tensor
+        if op.namespace != "warpsmith" and fresh:
+            made = tree_leaves(result)
+            large = any(isinstance(t, Tensor) and t.numel() >= self.least for t in made)
+            told = isinstance(result, bool | int | float) and any(isinstance(t, Tensor) for t in args)
+            if large or told:
+                self.found.append(op.overloadpacket.__name__)
+        return result
+
+
+class Copies(Beside):
+    """Those that copy at least so many elements."""
+
+    def __torch_dispatch__(self, *call, **more):
+        result = super().__torch_dispatch__(*call, **more)
+        self.found = [name for name in self.found if name in COPIES]
         return result
 
 

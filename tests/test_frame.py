@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -83,6 +83,8 @@ def of_one_meaning():
         for prefix in ("context_parallel_", "vocab_parallel_"):
             if hasattr(warpsmith.distributed, prefix + name):
                 yield getattr(warpsmith, name), getattr(warpsmith.distributed, prefix + name)
+    if importlib.util.find_spec("transformers"):
+        yield warpsmith.patch, importlib.import_module("warpsmith.integrations.transformers").patch
     yield warpsmith.nn.NormLinear, warpsmith.rms_norm
     yield warpsmith.nn.Attention, warpsmith.qk_norm_rope
     snake = {
@@ -95,7 +97,7 @@ def of_one_meaning():
 
 
 def test_a_default_is_the_same_wherever_an_argument_is():
-    flags = {"bias", "sink", "causal"}  # of modules; tensors of their ops
+    flags = {"bias", "sink", "causal", "attention"}  # of modules; tensors of their ops, or other kinds
     count = 0
     for a, b in of_one_meaning():
         ours, other = ({k: v for k, v in defaults(f).items() if v is not inspect.Parameter.empty} for f in (a, b))

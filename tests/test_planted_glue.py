@@ -175,6 +175,14 @@ BUGS = (
         "optim/test_no_waits.py -k 'wait and GradScaler'"),
     Bug("a group of both kinds keeps a value to one", "optim/muon.py",
         'alike = ("weight_decay", ', "alike = (", "optim/test_muon.py -k both_kinds"),
+    Bug("a gradient is copied on its way to a kernel", "ops/_norm.py",
+        "call_raw(raw_backward, dy, *passed", "call_raw(raw_backward, dy.clone(), *passed",
+        "ops/test_arguments_in_pairs.py -k 'on_the_way and add_rms_norm-dense'"),
+    Bug("a gradient is made that nobody wants", "ops/_rope.py",
+        "wants.q_weight and of_q", "of_q", "ops/test_arguments_in_pairs.py -k 'nobody_wants and qk_norm_rope'"),
+    Bug("a scaler launches a copy of its scale", "amp/_kept_table.py",
+        "check_table(self._table, p, scale,", "check_table(self._table, p, scale.clone(),",
+        "optim/test_no_waits.py -k 'launches and GradScaler'"),
 )  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from warpsmith.ops import _scaled_linear
 from warpsmith.reference.quantize import finite_amax, scale_of
 from warpsmith.testing.distributed import multirank
 
+from tests.dispatched import Beside
+
 DELAYED = Fp8Recipe("tensor", amax="delayed", history=3, margin=1)
 E4M3 = torch.float8_e4m3fn
 
@@ -46,6 +48,17 @@ def train(model, done, optimizer, steps, scaler=None, first=0):
             scaler.update()
         losses.append(loss.item())
     return losses
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, *map(Fp8Recipe, ("row", "tensor", "block"))], ids=str)
+def test_a_layer_copies_and_waits_for_nothing(recipe):
+    layer = nn.Sequential(nn.Linear(32, 32, bias=False))
+    fp8(layer, recipe)
+    for _ in range(2):
+        x, dy = (torch.randn(128, 48)[:, :32] for _ in range(2))
+        with Beside(128) as beside:
+            torch.autograd.grad(layer(x.requires_grad_()), [x, layer[0].weight], dy)
+        assert beside.found == []
 
 
 # ---- which layers

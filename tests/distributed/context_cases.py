@@ -1,10 +1,14 @@
 """What the tests of context parallel attention share: whole problems, their oracle, and a rank's part of them."""
 
+import math
+
 import torch
 import warpsmith
 from warpsmith.distributed import context_parallel_attention, shard_sequence
 from warpsmith.reference.attention import attention as reference
 from warpsmith.reference.attention import attention_varlen as reference_varlen
+
+from tests.dispatched import Beside
 
 TOKENS, HEADS, HEAD_DIM, DIM_V = 96, 8, 16, 24
 SEED = torch.tensor([5**25, 7**20])  # of dropout
@@ -79,7 +83,9 @@ class Problem:
         out, lse = call(**leaves, **self.options, return_lse=True)
         seen = lse > -torch.inf
         loss = (out.double() * dout.double()).sum() + (lse.double() * dlse.double())[seen].sum()
-        grads = torch.autograd.grad(loss, list(leaves.values()))
+        with Beside(math.inf) as told:
+            grads = torch.autograd.grad(loss, list(leaves.values()))
+        assert told.found == [], "the host waits"
         return {"out": out.detach(), "lse": lse.detach()} | dict(zip(leaves, grads, strict=True))
 
     def _whole(self, dense, varlen, inputs, dout, dlse):
@@ -108,9 +114,11 @@ class Problem:
         more = {"cu_seqlens": offsets(), "max_seqlen": max(LENGTHS)} if self.packed else {}
 
         def call(**options):
-            return context_parallel_attention(
-                **options, **more, mode=mode, sharding=sharding, process_group=group, layout=self.layout
-            )
+            more["layout"] = self.layout
+            with Beside(math.inf) as told:
+                out = context_parallel_attention(**options, **more, mode=mode, sharding=sharding, process_group=group)
+            assert told.found == [], "the host waits"
+            return out
 
         return self._results(inputs, call, part(self.dout, self.dim), part(self.dlse, -1))
 

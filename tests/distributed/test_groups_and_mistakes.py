@@ -106,7 +106,7 @@ def test_a_mistake_of_one_rank_in_a_parallel_loss(rank, world_size):
     refused(op, r"target: expected shape \(3\), got \(2\)", lambda: loss(TARGET[: 3 - rank]))
     refused(op, "target: expected a tensor, got the int 10", lambda: loss(later), TypeError)
     refused(op, "reduction: expected none, mean or sum, got avg", lambda: loss(reduction=("sum", "avg")[rank]))
-    refused(op, "reduction: expected mean, as on rank 0, got sum", lambda: loss(reduction=("mean", "sum")[rank]))
+    refused(op, "reduction: expected mean, as on rank 0, got sum: give", lambda: loss(reduction=("mean", "sum")[rank]))
     refused(op, "z_loss: expected a number, got the str '1'", lambda: loss(z_loss=(0.0, "1")[rank]), TypeError)
     refused(op, "ignore_index: expected an int, got None", lambda: loss(ignore_index=(0, None)[rank]), TypeError)
 

@@ -90,6 +90,8 @@ def test_a_module_without_a_config_tells_its_sizes():
     found = plan.Model.from_module(Decoder(m), sequence=32, heads=4)
     assert (found.layers, found.hidden, found.vocabulary, found.intermediate) == (5, 64, 300, 192)
     assert found.parameters == m.parameters
+    fewer = plan.Model.from_module(Decoder(m), sequence=32, heads=4, kv_heads=2)
+    assert fewer.kv_heads == 2 and fewer.intermediate > found.intermediate  # of the same number of parameters
 
 
 @pytest.mark.parametrize("ranks, in_host", [(1, 1), (8, 8), (64, 8), (64, 1)])
@@ -266,6 +268,17 @@ def test_more_of_a_rate_never_takes_longer():
         gpu = dataclasses.replace(H100.gpu, **{name: 2 * getattr(H100.gpu, name)})
         assert plan.predict(model, dataclasses.replace(H100, gpu=gpu), layout).step_s < slow, name
     assert plan.predict(model, dataclasses.replace(H100, network_bytes_per_s=94e9), layout).step_s < slow
+
+
+def test_a_backward_has_what_a_checkpoint_computes_again():
+    def passes(checkpoint):
+        return compute.layer(GPT2, plan.Layout(attention="eager", checkpoint=checkpoint), H100)
+
+    forward, backward = passes("none")
+    again = {name: passes(name)[1].total - backward.total for name in CHECKPOINTS}
+    assert again["none"] == 0 and again["full"] == pytest.approx(forward.total)
+    assert again["attention"] == pytest.approx(forward.attention)
+    assert again["half"] == pytest.approx(forward.matmul / 2 + forward.memory_bound)
 
 
 def test_half_the_bytes_count_where_the_network_decides():

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import warpsmith
+from torch.utils._pytree import tree_map
 
 from tests.nn.test_no_copies import CASES
 
@@ -52,6 +53,7 @@ def others_of(name):
     return OTHER | {"activation": "silu"} if name == "GroupNorm" else OTHER
 
 
+ONCE = ("Attention", "CrossEntropyLoss", "LinearCrossEntropyHead")  # refuse a second derivative
 FLAGS = {"bias": True, "qk_norm": True, "sink": True, "affine": False, "elementwise_affine": False}
 
 
@@ -133,6 +135,35 @@ def test_gradients_with_a_graph_are_those_without(name):
             loss = sum(t.square().sum() for t in found)
             results.append(torch.autograd.grad(loss, wanted, create_graph=graph, allow_unused=True))
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def wide(t):
+    floats = isinstance(t, torch.Tensor) and t.is_floating_point()
+    return t.detach().double().requires_grad_(t.requires_grad) if floats else t
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ONCE])
+def test_second_derivatives_are_what_differences_say(name):
+    """Of the sum of the squares of all gradients, along one direction."""
+    for arguments, call in ways_of(name):
+        torch.manual_seed(0)
+        module, (given, more) = getattr(warpsmith.nn, name)(**arguments).double(), tree_map(wide, call())
+        wanted = [t for t in (*given, *more.values(), *module.parameters()) if getattr(t, "requires_grad", False)]
+        along = [torch.randn_like(t) for t in wanted]
+
+        def squares(step, module=module, given=given, more=more, wanted=wanted, along=along):
+            torch.manual_seed(0)
+            torch._foreach_add_([t.data for t in wanted], along, alpha=step)
+            found = module(*given, **more)
+            loss = sum(t.square().sum() for t in (found if isinstance(found, tuple) else (found,)))
+            grads = torch.autograd.grad(loss, wanted, create_graph=step == 0)
+            torch._foreach_sub_([t.data for t in wanted], along, alpha=step)
+            return sum(t.square().sum() for t in grads)
+
+        second = torch.autograd.grad(squares(0.0), wanted, allow_unused=True, materialize_grads=True)
+        difference = (squares(1e-6) - squares(-1e-6)) / 2e-6
+        found = sum((s * a).sum() for s, a in zip(second, along, strict=True))
+        torch.testing.assert_close(found, difference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

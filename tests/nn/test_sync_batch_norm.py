@@ -9,6 +9,8 @@ import warpsmith
 from torch import nn
 from warpsmith.testing import measure, run_ranks
 
+from tests.dispatched import Beside
+
 SHARES = {1: [7], 2: [5, 2], 3: [3, 0, 4], 4: [1, 2, 1, 3]}  # samples of each rank
 DTYPES = [torch.float32, torch.bfloat16]
 NAMES = ["y", "grad_x", "grad_residual", "grad_weight", "grad_bias", "running_mean", "running_var"]
@@ -24,8 +26,11 @@ def whole_batch(dtype):
 
 def step(module, x, residual, dy):
     leaves = [x.detach().requires_grad_(), residual.detach().requires_grad_(), *module.parameters()]
-    y = module(leaves[0], residual=leaves[1])
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy), module.running_mean, module.running_var]
+    with Beside(240) as beside:  # a sample
+        y = module(leaves[0], residual=leaves[1])
+        grads = torch.autograd.grad(y, leaves, dy)
+    assert beside.found == [], "a copy, or a wait of the host"
+    return [y.detach(), *grads, module.running_mean, module.running_var]
 
 
 def own_share(rank, world_size, device):

@@ -4,7 +4,9 @@ for none of it, and it does not matter of which device and dtype torch makes ten
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import math
 from itertools import combinations, product
 
 import pytest
@@ -15,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from warpsmith import reference
 from warpsmith.train import sync_audit
 
-from tests.dispatched import other_defaults
-from tests.ops.public_calls import CLASSES, NAMES, TOKENS, WIDTH, arguments_of, floating_of
+from tests.dispatched import Beside, Dispatched, other_defaults
+from tests.ops.public_calls import CLASSES, NAMES, NOT_DIFFERENTIABLE, TOKENS, WIDTH, arguments_of, floating_of
 
 OTHER = dict.fromkeys(("eps", "softmax_scale", "label_smoothing", "z_loss", "weight_offset", "momentum"), 0.25)
 OTHER |= dict.fromkeys(("softcap", "temperature", "beta1", "beta2", "weight_decay", "lr", "dropout_p"), 0.5)
@@ -32,6 +34,16 @@ HOW |= {"kv_heads", "found_inf", "mode", "process_group", "sharding", "max_seqle
 OF_8_BITS = {"dequantize_fp8", "quantize_fp8", "scaled_linear"}
 # Functions of several ranks, here on one: by name the op that they compute.
 ON_RANKS = {n: n.split("_parallel_")[-1] for n in warpsmith.distributed.__all__ if "_parallel_" in n}
+
+# Refuse a second derivative.
+ONCE = {"attention", "attention_varlen", "cross_entropy", "linear_cross_entropy", "linear_log_prob"}
+# What torch computes forward and backward in a call, and beside an argument.
+BY_TORCH = {
+    "conv2d": (["convolution", "add"], ["convolution_backward"]),
+    "conv2d activation": (["convolution", "add", "relu"], ["threshold_backward", "convolution_backward"]),
+    "linear_log_prob temperature": ([], ["div"] * 3),
+    "matmul_symmetric": ([], ["add", "mm"]),
+}
 
 # What an argument needs that it may say something: another one changed, or not.
 ONLY = {"momentum": ("training", True), "causal_align": ("causal", False)}
@@ -104,8 +116,14 @@ def others_of(name: str, base: dict) -> dict:
     return found
 
 
+def loss_of(t: Tensor) -> Tensor:
+    factors = torch.arange(1, 1 + t.numel(), device=t.device).to(t.dtype).view(t.shape).cos()
+    return (t * (factors + t if t.dtype == torch.float64 else factors)).sum()
+
+
 def result(function, name: str, given: dict, create_graph: bool = False) -> list[Tensor]:
-    """Outputs, what was written, and gradients; of a loss without its statistics."""
+    """Outputs, what was written, and gradients, with a graph those of their squares, too, where they are not refused;
+    of a loss without its statistics."""
     taken = inspect.signature(function).parameters
     given = tree_map(
         lambda t: t.clone() if isinstance(t, Tensor) else t, {k: v for k, v in given.items() if k in taken}
@@ -114,15 +132,15 @@ def result(function, name: str, given: dict, create_graph: bool = False) -> list
     found = [t for t in tree_leaves(function(**given)) if isinstance(t, Tensor)]
     found = found[:1] if name.endswith("cross_entropy") else found
     if learned:
-        loss = sum(
-            (t * torch.arange(1, 1 + t.numel(), device=t.device).to(t.dtype).view(t.shape).cos()).sum()
-            for t in found
-            if t.requires_grad
-        )
+        loss = sum(map(loss_of, (t for t in found if t.requires_grad)))
         grads = torch.autograd.grad(loss, learned, allow_unused=True, create_graph=create_graph)
-        found += [t for t in grads if t is not None]
+        found += (grads := [t for t in grads if t is not None])
+        if create_graph:
+            with contextlib.suppress(RuntimeError):
+                squares = sum(t.square().sum() for t in grads)
+                found += torch.autograd.grad(squares, learned, allow_unused=True, materialize_grads=True)
     written = [given[k] for k in ("params", "running_mean", "running_var", "exp_avgs", "exp_avg_sqs") if k in given]
-    return [t.detach() for t in (*found, *tree_leaves(written)) if t is not None]
+    return [t.detach() for t in (*tree_leaves(written), *found) if t is not None]
 
 
 def differs(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -162,7 +180,7 @@ def test_each_argument_alone_and_in_pairs(name, one_rank):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in OF_8_BITS])
 def test_each_tensor_left_out_beside_each_argument(name):
-    """Gradients are the same ones under ``create_graph``."""
+    """Gradients are the same ones under ``create_graph``, and theirs in turn those of the definition."""
     function, base = function_of(name), base_of(name)
     others = others_of(name, base)
     parameters = inspect.signature(function).parameters
@@ -174,10 +192,14 @@ def test_each_tensor_left_out_beside_each_argument(name):
         except ValueError:  # what goes with another argument
             assert out
             continue
-        for which, again in (("reference", getattr(reference, name)), ("create_graph", function)):
-            expected = result(again, name, given, which == "create_graph")
-            message = f"{other} without {out}: {which}: "
-            torch.testing.assert_close(found, expected, msg=lambda m, of=message: of + m)
+        expected = result(getattr(reference, name), name, given, True)
+        with Beside(math.inf) as told:
+            twice = result(function, name, given, True)
+        assert told.found == [], (other, out)
+        assert (len(twice) == len(expected)) != (name in ONCE), (other, out)
+        for of, a in (("eager", found), ("create_graph", twice)):
+            message = f"{other} without {out}: {of}: "
+            torch.testing.assert_close(a, expected[: len(a)], rtol=1e-6, atol=1e-6, msg=lambda m, of=message: of + m)
 
 
 @pytest.mark.parametrize(
@@ -197,3 +219,50 @@ def test_what_is_overwritten_may_have_the_negative_bit(name):
         assert "negative bit" in str(refused)
     else:
         assert all(map(torch.equal, found, gradients(False)))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["dense", "padded"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "adamw"])
+def test_nothing_is_copied_or_looked_at_on_the_way_to_a_kernel(name, padded):
+    """Nor on the way back: torch makes no tensor, writes to none and tells the host nothing, with rows apart and not,
+    beside each argument."""
+
+    def given_as(t):
+        t = t.bfloat16() if isinstance(t, Tensor) and t.dtype == torch.float64 else t
+        if not padded or not isinstance(t, Tensor) or t.dim() < 2:
+            return t
+        return t.new_empty(*t.shape[:-1], t.shape[-1] + 3)[..., : t.shape[-1]].copy_(t)
+
+    function, base = function_of(name), arguments_of(name) if name in OF_8_BITS else base_of(name)
+    others = {} if name in OF_8_BITS else others_of(name, base)
+    for option, parameter in inspect.signature(function).parameters.items():
+        if isinstance(parameter.default, bool) and option in HOW - {"batch_invariant", "check_labels"}:
+            others[option] = not parameter.default
+    for option in (None, *others):
+        given = tree_map(given_as, base | ({option: others[option]} if option else {}))
+        learned = []
+        for key, t in {} if name in NOT_DIFFERENTIABLE else floating_of(given).items():
+            t = t.requires_grad_()
+            given[key] = given_as(t.clone()) if "inplace" in str(option) else t.view_as(t)
+            learned.append(torch.autograd.graph.get_gradient_edge(given[key]))
+        with Beside(TOKENS) as forward:
+            made = [t for t in tree_leaves(function(**given)) if isinstance(t, Tensor) and t.requires_grad]
+        upstream = [given_as(torch.rand_like(t)) for t in made]
+        with Beside(TOKENS) as backward:
+            torch.autograd.grad(made, learned, upstream, allow_unused=True) if made else ()
+        expected = BY_TORCH.get(f"{name} {option}", BY_TORCH.get(name, ([], [])))
+        assert (forward.found, backward.found) == expected, option
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in (*NOT_DIFFERENTIABLE, *OF_8_BITS) and "atten" not in n])
+def test_a_backward_makes_no_gradient_that_nobody_wants(name):
+    """Attention makes those of q, k and v together."""
+    base = base_of(name)
+    base |= {o: t for o, t in others_of(name, base).items() if isinstance(t, Tensor) and o not in base}
+    for key in floating_of(base):
+        given = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, base)
+        leaf = given[key].requires_grad_()
+        made = [t for t in tree_leaves(function_of(name)(**given)) if isinstance(t, Tensor) and t.requires_grad]
+        with Dispatched() as ops:
+            grad = torch.autograd.grad(made, leaf, [torch.ones_like(t) for t in made])[0]
+        assert [t.shape for t in ops.made if t.data_ptr() != grad.data_ptr()] == [], key

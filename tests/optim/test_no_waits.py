@@ -15,17 +15,19 @@ from torch.utils._pytree import tree_leaves
 from warpsmith.testing import bitwise_equal
 from warpsmith.train import sync_audit
 
-from tests.dispatched import other_defaults
+from tests.dispatched import Beside, other_defaults
 from tests.optim.optimizers import EACH_STORAGE, FULL, LAMB, LION, Options, dtype_of
 
 ORDERS = (1, 2, math.inf)
 
 
-def parameters(dtype=torch.float32):
-    """Large enough for 8-bit states, and with a gradient that lies otherwise than its parameter."""
-    found = [torch.nn.Parameter(torch.randn(65, 66).to(dtype)) for _ in range(3)]
+def parameters(dtype=torch.float32, otherwise=True):
+    """Large enough for 8-bit states, one transposed; one's gradient may lie otherwise than its parameter."""
+    found = [torch.nn.Parameter(torch.randn(65, 66).to(dtype)) for _ in range(2)]
+    found.append(torch.nn.Parameter(torch.randn(66, 65).to(dtype).t()))
     for p in found:
-        p.grad = (torch.randn(66, 65).t() if p is found[1] else torch.randn(65, 66)).to(dtype)
+        p.grad = torch.randn_like(p.detach())
+    found[1].grad = torch.randn(66, 65).to(dtype).t() if otherwise else found[1].grad
     return found
 
 
@@ -33,14 +35,19 @@ def of_optimizer(options):
     return lambda ps: options.ours(ps).step
 
 
-def of_scaler(make):
+def of_scaler(make, sharded=False):
     def part(ps):
-        optimizer, scaler = warpsmith.optim.AdamW(ps), make()
+        factors = [p.grad for p in ps]
+        scaler, of = make(), warpsmith.optim.AdamW
+        optimizer = warpsmith.distributed.ShardedOptimizer(ps, of) if sharded else of(ps)
         schedule = warpsmith.amp.DeviceLR(optimizer, warpsmith.amp.schedules.cosine(9), 9, scaler)
         loss = ps[0].detach().new_ones(())
 
         def steps():
             for unscales, clips in itertools.product((False, True), (None, *ORDERS)):
+                if sharded:
+                    optimizer.zero_grad()
+                    scaler.scale(sum((p * f).sum() for p, f in zip(ps, factors, strict=True))).backward()
                 scaler.scale(loss)
                 if unscales:
                     scaler.unscale_(optimizer)
@@ -68,9 +75,14 @@ def of_fp8(ps):
     return step
 
 
+def of_average(ps):
+    ema, found_inf = warpsmith.optim.EMA(ps), torch.zeros_like(ps[0].detach()[0, 0], dtype=torch.float32)
+    return lambda: [ema.update(flag) for flag in (None, found_inf)]
+
+
 PARTS = {
     **{options.name: of_optimizer(options) for options in (*FULL, LION, LAMB, Options("Muon", {}, "plain"))},
-    "EMA": lambda ps: warpsmith.optim.EMA(ps).update,
+    "EMA": of_average,
     "grad_norm": lambda ps: lambda: [warpsmith.optim.grad_norm(ps, order) for order in ORDERS],
     "clip_grad_norm_": lambda ps: lambda: [warpsmith.optim.clip_grad_norm_(ps, 1.0, order) for order in ORDERS],
     "GradScaler": of_scaler(lambda: warpsmith.amp.GradScaler("cpu")),
@@ -85,15 +97,6 @@ OTHERS |= {name for name in warpsmith.amp.__all__ if re.search("report|state", n
 
 def test_every_part_is_asked_below():
     assert PARTS.keys() == {*warpsmith.optim.__all__, *warpsmith.amp.__all__} - OTHERS
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_the_host_does_not_wait(name):
-    part = PARTS[name](parameters())
-    part()  # makes states and tables
-    with sync_audit("cpu") as audit:
-        part()
-    assert audit.total == 0, str(audit)
 
 
 def and_loaded(options, params):
@@ -122,13 +125,55 @@ def of_sharded(ps):
     return step
 
 
+def of_fused(ps):
+    optimizer = warpsmith.optim.AdamW(ps)
+    optimizer.fuse(
+        ema=warpsmith.optim.EMA(ps), copies={p: p.detach().bfloat16() for p in ps if p.dtype == torch.float32}
+    )
+    return optimizer.step
+
+
 @pytest.fixture(scope="module")
 def one_rank():
     with warpsmith.distributed.init(device="cpu"):
         yield
 
 
-MADE = PARTS | {"ShardedOptimizer": of_sharded}
+SHARDED = {"ShardedOptimizer": of_sharded}
+SHARDED |= {"sharded, GradScaler": of_scaler(lambda: warpsmith.amp.GradScaler("cpu"), sharded=True)}
+MADE = PARTS | SHARDED | {"fused": of_fused}
+
+
+@pytest.mark.parametrize("otherwise", [False, True], ids=["like parameters", "otherwise"])
+@pytest.mark.parametrize("name", MADE)
+def test_the_host_does_not_wait(name, otherwise, one_rank):
+    params = parameters(otherwise=otherwise)
+    with Beside(math.inf) as told:
+        part = MADE[name](params)
+        part()  # makes states and tables
+        part()
+    assert told.found == []
+    if name not in SHARDED:  # whose collectives end what the audit sees begin
+        with sync_audit("cpu") as audit:
+            part()
+        assert audit.total == 0, str(audit)
+
+
+# Ops of torch in a turn, each of which is a launch on a GPU; 0 of the others.
+LAUNCHES = {"Muon": 14, "GradScaler": 140, "StepGuard": 124, "DeviceLR": 244, "fp8": 23}
+LAUNCHES |= {"ShardedOptimizer": 59, "sharded, GradScaler": 758}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MADE)
+def test_torch_launches_no_more_beside_a_part(name, one_rank):
+    part = MADE[name](parameters(otherwise=False))
+    part()
+    with Beside(1) as beside:
+        part()
+    assert len(beside.found) <= LAUNCHES.get(name, 0), beside.found
+
+
 STORED = {str(options): options for options in EACH_STORAGE}
 
 

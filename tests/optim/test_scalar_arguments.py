@@ -1,6 +1,7 @@
 """Scalars of a wrong kind or out of range, for each public function and constructor, read off its signature."""
 
 import inspect
+import itertools
 import math
 import re
 from contextlib import nullcontext
@@ -227,3 +228,25 @@ def test_sparse_gradients_are_refused_before_they_are_unscaled(make):
     assert all(torch.equal(p.grad.to_dense(), b) for p, b in zip((embedding.weight, dense), before, strict=True))
     scaler.step(optimizer)  # without clipping, as torch's
     assert dense[0].item() == pytest.approx(0.9)
+
+
+OF_TORCH = [name for name in optim.__all__ if hasattr(torch.optim, name)]
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_a_pair_of_numbers_is_refused_where_torch_refuses_it(name):
+    """At and around the bounds of each."""
+    ours, theirs = getattr(optim, name), getattr(torch.optim, name)
+    defaults = {k: p.default for k, p in inspect.signature(ours).parameters.items()}
+    shared = [k for k in inspect.signature(theirs).parameters if isinstance(defaults.get(k), (bool, int, float))]
+    values = {k: (False, True) if isinstance(defaults[k], bool) else (-0.5, 0.0, 0.5, 1.0) for k in shared}
+    for pair in itertools.combinations(shared, 2):
+        for given in itertools.product(*map(values.get, pair)):
+            refused = []
+            for cls in (ours, theirs):
+                try:
+                    cls([torch.nn.Parameter(torch.ones(4, 4))], **dict(zip(pair, given, strict=True)))
+                    refused.append(False)
+                except ValueError:
+                    refused.append(True)
+            assert refused[0] or not refused[1], dict(zip(pair, given, strict=True))

@@ -125,6 +125,19 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path, monkeypatch):
     assert torch.equal(model.weight, before)
 
 
+def test_what_is_synced_to_disk_is_whole(tmp_path, monkeypatch):
+    synced, real = {}, os.fsync
+
+    def noted(handle):
+        synced[os.fstat(handle).st_ino] = os.fstat(handle).st_size
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    saved_twice(tmp_path)
+    files = [p.stat() for p in tmp_path.rglob("step-*/*")]
+    assert files and {f.st_ino: f.st_size for f in files}.items() <= synced.items()
+
+
 def saved_twice(folder):
     run = Run()
     with Checkpointer(folder) as checkpoints:

@@ -227,6 +227,8 @@ class Watched:
         self.optimizer = warpsmith.optim.AdamW(self.model.parameters(), lr=0.5)
         self.scaler = warpsmith.amp.GradScaler("cpu", init_scale=4.0)
         self.kept = OrderedDict(average=torch.zeros(2), sizes=[1, (2.0, "x")], frozen=torch.ones(2))
+        # The native watch does not look into a subclass.
+        self.kept["others"] = type("Others", (list,), {})([1, torch.zeros(2), 3, torch.ones(2)])
         self.scaler.scale(self.model(torch.ones(5, 3)).sum()).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -261,6 +263,11 @@ CHANGES = {
         r"was \(2.0, 'x'\) and is \(3.0, 'x'\)",
     ),
     "entry of a list": (lambda t: t.kept["sizes"].append(2), "had 2 entries and has 3"),
+    "number of another list": (lambda t: t.kept["others"].__setitem__(0, 2), r"others'\]\[0\] was 1 and is 2"),
+    "last number of another list": (lambda t: t.kept["others"].__setitem__(2, 2), r"others'\]\[2\] was 3 and is 2"),
+    "tensor of another list": (lambda t: t.kept["others"].__setitem__(1, torch.ones(2)), "another object"),
+    "last tensor of another list": (lambda t: t.kept["others"].__setitem__(3, torch.ones(2)), "another object"),
+    "entry of another list": (lambda t: t.kept["others"].append(2), "had 4 entries and has 5"),
     "key": (swapped, "is gone"),
     "module": (lambda t: t.model.__setitem__(2, nn.Identity()), "another object"),
     "buffer gone": (lambda t: t.model[1]._buffers.pop("running_var"), "gone"),

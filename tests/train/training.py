@@ -2,6 +2,7 @@
 
 import random
 
+import numpy
 import torch
 import warpsmith
 from warpsmith.distributed import ResumableSampler
@@ -30,6 +31,7 @@ class Run:
     def __init__(self, optimizer="warpsmith AdamW", scheduler="cosine"):
         torch.manual_seed(0)
         random.seed(0)
+        numpy.random.seed(0)
         model = torch.nn.Sequential(
             torch.nn.Linear(6, 8), torch.nn.Dropout(0.3), warpsmith.nn.RMSNorm(8), torch.nn.Linear(8, 6, bias=False)
         )
@@ -54,7 +56,7 @@ class Run:
             batch = []
             while len(batch) < BATCH:
                 batch += [i for i, _ in zip(sampler, range(BATCH - len(batch)), strict=False)]
-            x = X[batch] * (1 + random.random())
+            x = X[batch] * (1 + random.random() + numpy.random.rand())
             loss = (model(x) - x).square().mean()
             optimizer.zero_grad()
             scaler.scale(loss).backward()
@@ -67,7 +69,7 @@ class Run:
 
     def state(self):
         """Everything, flattened to tensors and plain values, for a comparison without tolerance."""
-        found = [self.step, torch.get_rng_state(), random.getstate()]
+        found = [self.step, torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()]
 
         def walk(value):
             if isinstance(value, dict):
