@@ -37,11 +37,14 @@ ON_RANKS = {n: n.split("_parallel_")[-1] for n in warpsmith.distributed.__all__ 
 
 # Refuse a second derivative.
 ONCE = {"attention", "attention_varlen", "cross_entropy", "linear_cross_entropy", "linear_log_prob"}
+NEEDED = {"cu_seqlens_q", "k", "max_seqlen_k", "max_seqlen_q", "seed", "v"}  # though they have a default
 # What torch computes forward and backward in a call, and beside an argument.
 BY_TORCH = {
     "conv2d": (["convolution", "add"], ["convolution_backward"]),
+    "conv2d bare": (["convolution"], ["convolution_backward"]),
     "conv2d activation": (["convolution", "add", "relu"], ["threshold_backward", "convolution_backward"]),
     "linear_log_prob temperature": ([], ["div"] * 3),
+    "linear bare": (["mm"], ["mm", "mm"]),
     "matmul_symmetric": ([], ["add", "mm"]),
 }
 
@@ -238,8 +241,12 @@ def test_nothing_is_copied_or_looked_at_on_the_way_to_a_kernel(name, padded):
     for option, parameter in inspect.signature(function).parameters.items():
         if isinstance(parameter.default, bool) and option in HOW - {"batch_invariant", "check_labels"}:
             others[option] = not parameter.default
-    for option in (None, *others):
-        given = tree_map(given_as, base | ({option: others[option]} if option else {}))
+    changes = {None: {}, **{o: {o: value} for o, value in others.items()}}
+    if not padded:  # which torch's linear layer is not given
+        parameters = inspect.signature(function).parameters
+        changes["bare"] = {o: None for o in base if parameters[o].default is None and o not in NEEDED}
+    for option, changed in changes.items():
+        given = tree_map(given_as, {**base, **changed})
         learned = []
         for key, t in {} if name in NOT_DIFFERENTIABLE else floating_of(given).items():
             t = t.requires_grad_()

@@ -12,6 +12,8 @@ import torch
 from training import OPTIMIZERS, SCHEDULERS, Run, same
 from warpsmith.train import Checkpointer, CheckpointError
 
+from tests.dispatched import Copies
+
 
 def names(folder):
     return sorted(p.name for p in folder.iterdir() if p.name != ".lock")
@@ -114,7 +116,9 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path, monkeypatch):
     before = model.weight.detach().clone()
     checkpoints = Checkpointer(tmp_path)
     start = time.monotonic()
-    checkpoints.save(1, model=model)
+    with Copies(64 * 64) as copies:
+        checkpoints.save(1, model=model)
+    assert copies.found == ["copy_"]
     assert time.monotonic() - start < 20, "save waited for the disk"
     with torch.no_grad():
         model.weight.zero_()
