@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
 import torch
 from victim import collect, fork
 from warpsmith.train import Checkpointer
@@ -59,13 +60,19 @@ class Reference:
 
     def __init__(self):
         self.run = Run()
-        self.random = torch.get_rng_state(), random.getstate()
+        self.random = self.generators()
+
+    @staticmethod
+    def generators():
+        return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
 
     def state(self, step):
-        torch.set_rng_state(self.random[0])
-        random.setstate(self.random[1])
+        of_torch, of_python, of_numpy = self.random
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
         self.run.train(step)
-        self.random = torch.get_rng_state(), random.getstate()
+        self.random = self.generators()
         return self.run.state()
 
 
