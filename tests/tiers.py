@@ -52,7 +52,7 @@ GUESSES = {
 DURATIONS = store.key("durations of groups of tests")
 LONGEST = 20
 SANITIZERS_S = 400  # of building and running, without --slow; what changed lately comes first
-RECENT_COMMITS = 30
+RECENT_COMMITS = 80  # those of a few days
 
 
 def lately(*folders: Path) -> bool:
