@@ -172,9 +172,8 @@ void multiply_emulated(const char* op, const Operand& a, const Operand& b, const
 // written, where they were not asked for or cannot.
 bool multiply_by_own(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,
                      const ScaledOptions& options) {
-  const bool on_cpu = !runs_kernels(out) && out.is_cpu();
-  if (options.activations == Fp8Scaling::block || !(on_cpu ? own_product_is_wanted_everywhere() : may_be_own(out)))
-    return false;
+  const bool on_cpu = !runs_kernels(out);
+  if (options.activations == Fp8Scaling::block || (!on_cpu && !may_be_own(out))) return false;
   const auto values = [](const OptionalTensor& scale) {
     return scale ? static_cast<const float*>(scale->const_data_ptr()) : nullptr;
   };
@@ -295,8 +294,9 @@ void multiply_scaled(const char* op, const Operand& a, const Operand& b, const O
     torch::stable::copy_(const_cast<Tensor&>(out), matrix_view(more, 0, out.size(0), out.size(1), out.size(1)));
     return;
   }
-  // Tensors of the CPU, and of the simulated kernels, are emulated in any case.
-  if ((!options.emulate || out.is_cpu()) && a.data.size(1) > 0) {
+  // `emulate` is true of the CPU's tensors, the simulated kernels' among them.
+  const bool by_kernels = runs_kernels(out) ? !options.emulate || out.is_cpu() : own_product_is_wanted_everywhere();
+  if (by_kernels && a.data.size(1) > 0) {
     OptionalTensor added;
     if (bias) added = aligned(op, as_contiguous(in_dtype(op, "bias", *bias, dtype_code(out)), op));
     if (multiply_by_own(op, a, b, added, out, options)) return;

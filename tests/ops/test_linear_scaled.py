@@ -19,6 +19,7 @@ from warpsmith.testing.sim import is_loaded, torch_device
 from tests.ops.public_calls import but
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3 = torch.float8_e4m3fn
 OPS = torch.ops.warpsmith
 RECIPES = [
     {},
@@ -160,6 +161,24 @@ BITS = {
 }  # fmt: skip
 
 
+def exponents(values, smallest):
+    """Those of zeros are below all others."""
+    return torch.where(values == 0, -1000, (torch.frexp(values).exponent - 1).clamp(min=smallest)).double()
+
+
+def hopper_sums(a, b):
+    """Of e4m3 values in float64, 32 terms an instruction."""
+    total = torch.zeros(len(a), len(b), 1, dtype=torch.float64)
+    for x, y in zip(a.split(32, 1), b.split(32, 1), strict=True):
+        terms = torch.cat([total, x[:, None] * y], 2)
+        of_terms = torch.cat([exponents(total, -126), exponents(x, -6)[:, None] + exponents(y, -6)], 2)
+        unit = 2.0 ** (of_terms.amax(2, keepdim=True) - 13)
+        total = ((terms / unit).trunc() * unit).sum(2, keepdim=True)
+        unit = 2.0 ** (exponents(total, -126) - 13)
+        total = torch.where(total == 0, 0, (total / unit).trunc() * unit)
+    return total[..., 0]
+
+
 class TestByOwnProducts(op_tests(OWN_SPEC)):
     @pytest.fixture(autouse=True)
     def ours(self):
@@ -211,6 +230,17 @@ class TestByOwnProducts(op_tests(OWN_SPEC)):
             for t in (y.detach(), leaves[0].grad, leaves[1].grad):
                 digest.update(t.cpu().nan_to_num(1.5, 2.5, 3.5).view(torch.int16).numpy().tobytes())
         assert digest.hexdigest()[:12] == BITS[grad_dtype, accumulate, scaling]
+
+    @pytest.mark.parametrize("device", OWN_DEVICES)
+    def test_sums_are_cut_as_on_hopper(self, device):
+        """Bytes are the values: the largest of each row is 448, beside a zero of the other factor."""
+        g = torch.Generator().manual_seed(2)
+        x, w = (torch.randn(rows, 256, generator=g).to(E4M3).double() for rows in (24, 16))
+        x[:, 0], w[:, 0], x[:, 1], w[:, 1] = 448, 0, 0, 448
+        given = [t.to(torch_device(device.strip("-")), FP16) for t in (x, w)]
+        y = warpsmith.scaled_linear(*given, recipe=Fp8Recipe()).cpu()
+        assert torch.equal(y, hopper_sums(x, w).to(FP16))
+        assert not torch.equal(y, (x @ w.T).to(FP16))
 
     @pytest.mark.parametrize("device", OWN_DEVICES)
     @pytest.mark.parametrize("accumulate", ["fast", "float32"])
