@@ -143,9 +143,9 @@ class _Call(nn.Module):
 class Fp8Run(Run):
     """The step of a patched model whose layers multiply 8-bit floats."""
 
-    def __init__(self, model, recipe):
+    def __init__(self, model, recipe, **options):
         patched_by_us(model, linear=True)
-        self.layers = warpsmith.amp.fp8(model, recipe)
+        self.layers = warpsmith.amp.fp8(model, recipe, **options)
         super().__init__(model, adamw=warpsmith.optim.AdamW)
         self.state = [self.model, self.optimizer, self.layers]
 
@@ -174,6 +174,7 @@ def llama(device, options):
             makers = {BF16: functools.partial(patched_by_us, linear=True, adamw=warpsmith.optim.AdamW)}
             names = {OURS: "row", f"{OURS}, current": "current", f"{OURS}, delayed": "delayed"}
             makers |= {who: functools.partial(Fp8Run, recipe=RECIPES[name]) for who, name in names.items()}
+            makers[f"{OURS}, no recompute"] = functools.partial(Fp8Run, recipe=RECIPES["row"], recompute=False)
             runs = {who: make(copy.deepcopy(model)) for who, make in makers.items()} if options.samples else {}
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
             cell = ("llama_fp8", "x".join(map(str, shape)), dtype)
