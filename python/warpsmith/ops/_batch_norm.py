@@ -120,14 +120,12 @@ def _fake_forward_of_ranks(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_sums(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    *given, relu, want_dweight, want_dbias = others
-    gradients = _fake_backward(dy, x, *given, True, relu, False, False, want_dweight, want_dbias)
-    return (x.new_empty((2, x.shape[1]), dtype=torch.float64), *gradients[2:])
+    given = (*others[:-3], True, others[-3], False, False, *others[-2:])
+    return (x.new_empty((2, x.shape[1]), dtype=torch.float64), *_fake_backward(dy, x, *given)[2:])
 
 
 def _fake_backward_of_ranks(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    *given, _, _, relu, want_dx, want_dresidual = others
-    return _fake_backward(dy, x, *given, True, relu, want_dx, want_dresidual, False, False)[:2]
+    return _fake_backward(dy, x, *(*others[:-5], True, *others[-3:], False, False))[:2]
 
 
 register_fake(NAME, _fake_traced)
