@@ -11,6 +11,7 @@ from the newest checkpoint in `--out`, and writes `log.jsonl` and `curves.png` t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import time
@@ -91,10 +92,12 @@ class Run:
         self.called: nn.Module = self.model
         if ctx.world_size > 1:
             ids = [ctx.device.index] if ctx.device.type == "cuda" else None
-            # A step in training does not read the running statistics: `validate` takes those of rank 0.
-            self.called = nn.parallel.DistributedDataParallel(
-                self.model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
-            )
+            # A step in training does not read the running statistics: `validate` takes those of rank 0. A graph cannot
+            # wait for the stream on which DDP is made where that is the default one.
+            with torch.cuda.stream(torch.cuda.Stream()) if args.captured and ids else contextlib.nullcontext():
+                self.called = nn.parallel.DistributedDataParallel(
+                    self.model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
+                )
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 5e-5}, {"params": others, "weight_decay": 0.0}]
@@ -105,7 +108,7 @@ class Run:
             self.update = warpsmith.train.CapturedStep(
                 self.update_once,
                 state=[self.model, self.optimizer, self.scaler],
-                warmup=11 if ctx.world_size > 1 else 3,  # DDP times its first ten
+                **({"warmup": 11, "self_test": 0} if ctx.world_size > 1 else {}),  # DDP times its first ten steps
             )
 
     def autocast(self) -> torch.autocast:
