@@ -6,8 +6,9 @@
     llama_fp8           a step of the Llama of bench_train.py, patched, and with amp.fp8 behind that: by the clock, and
                         the GPU's time where the host is ahead; and both as one CUDA graph, "llama_fp8 captured"
 
-Contenders: "warpsmith" multiplies by the recipe of the row; "bfloat16" is this package's linear; "torchao" and
-"torchao, compiled" are its layers of the same scaling, where it is installed.
+Contenders: "warpsmith" multiplies by the recipe of the row; "warpsmith, fp8_weights" by rows, and the optimizer casts
+the weights; "bfloat16" is this package's linear; "torchao" and "torchao, compiled" are its layers of the same scaling,
+where it is installed.
 """
 
 import copy
@@ -144,10 +145,10 @@ class _Call(nn.Module):
 class Fp8Run(Run):
     """The step of a patched model whose layers multiply 8-bit floats."""
 
-    def __init__(self, model, recipe, **options):
+    def __init__(self, model, recipe, fp8_weights=False, **options):
         patched_by_us(model, linear=True)
         self.layers = warpsmith.amp.fp8(model, recipe, **options)
-        super().__init__(model, adamw=warpsmith.optim.AdamW)
+        super().__init__(model, adamw=functools.partial(warpsmith.optim.AdamW, fp8_weights=fp8_weights))
         self.state = [self.model, self.optimizer, self.layers]
 
     def step(self, tokens):
@@ -175,7 +176,9 @@ def llama(device, options):
             makers = {BF16: functools.partial(patched_by_us, linear=True, adamw=warpsmith.optim.AdamW)}
             names = {OURS: "row", f"{OURS}, current": "current", f"{OURS}, delayed": "delayed"}
             makers |= {who: functools.partial(Fp8Run, recipe=RECIPES[name]) for who, name in names.items()}
-            makers[f"{OURS}, no recompute"] = functools.partial(Fp8Run, recipe=RECIPES["row"], recompute=False)
+            by_rows = functools.partial(Fp8Run, recipe=RECIPES["row"])
+            makers[f"{OURS}, no recompute"] = functools.partial(by_rows, recompute=False)
+            makers[f"{OURS}, fp8_weights"] = functools.partial(by_rows, fp8_weights=True)
             runs = {who: make(copy.deepcopy(model)) for who, make in makers.items()} if options.samples else {}
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
             cell = ("llama_fp8", "x".join(map(str, shape)), dtype)

@@ -39,6 +39,8 @@ BUGS = (
     Bug("an upstream gradient's second derivative is lost", "_core/library.py",
         "(*ctx.saved_tensors, *grads)", "ctx.saved_tensors",
         "ops/test_cross_entropy.py -k cpu-second_derivative"),
+    Bug("a skipped step keeps the cast of before an edit", "ops/_scaled_linear.py",
+        "_current(weight, BY_ROWS, True, False, stream)", "kept", "optim/test_fp8_weights.py -k skipped_step_an_edit"),
     Bug("an average stays in a step without gradients", "optim/_multi_tensor.py",
         "self._finish(None, False)", "pass", "optim/test_fuse.py -k 'fused_is and cpu'"),
     Bug("a refused load changes extra", "train/checkpointer.py",

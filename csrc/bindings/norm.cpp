@@ -283,8 +283,11 @@ template <Norm op> void backward(StableIValue* stack, uint64_t, uint64_t) {
   template void backward<Norm::op>(StableIValue*, uint64_t, uint64_t);
 WARPSMITH_NORM_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
-template void forward<Norm::rms_norm, NormKind::fp8>(StableIValue*, uint64_t, uint64_t);
-template void forward<Norm::add_rms_norm, NormKind::fp8>(StableIValue*, uint64_t, uint64_t);
+// Dropout has no form with a cast.
+#define WARPSMITH_ROW(op, layer, residual, dropout) \
+  WARPSMITH_UNLESS_##dropout(template void forward<Norm::op, NormKind::fp8>(StableIValue*, uint64_t, uint64_t);)
+WARPSMITH_NORM_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
 
 std::string text_if(bool there, const char* text) { return there ? text : ""; }
 
@@ -316,7 +319,10 @@ WARPSMITH_SCHEMAS(m) {
   m.def(backward_schema(Norm::op).c_str());
   WARPSMITH_NORM_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
-  for (const Norm op : {Norm::rms_norm, Norm::add_rms_norm}) m.def(forward_schema(op, "_fp8", NormKind::fp8).c_str());
+#define WARPSMITH_ROW(op, layer, residual, dropout) \
+  WARPSMITH_UNLESS_##dropout(m.def(forward_schema(Norm::op, "_fp8", NormKind::fp8).c_str());)
+  WARPSMITH_NORM_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
@@ -327,8 +333,10 @@ WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl(#op "_backward", &backward<Norm::op>);
   WARPSMITH_NORM_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
-  m.impl("rms_norm_fp8", &forward<Norm::rms_norm, NormKind::fp8>);
-  m.impl("add_rms_norm_fp8", &forward<Norm::add_rms_norm, NormKind::fp8>);
+#define WARPSMITH_ROW(op, layer, residual, dropout) \
+  WARPSMITH_UNLESS_##dropout(m.impl(#op "_fp8", &forward<Norm::op, NormKind::fp8>);)
+  WARPSMITH_NORM_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 #include "kernels/optim/layerwise.h"
+#include "kernels/optim/optim_config.h"
 
 #include <algorithm>
 #include <array>
@@ -11,6 +12,7 @@
 #include "bindings/support/library.h"
 #include "bindings/support/tensor.h"
 #include "bindings/support/tensor_list.h"
+#include "common/alignment.h"
 
 namespace warpsmith {
 namespace {
@@ -21,6 +23,7 @@ constexpr const char* kPointers = "optim_pointers";
 constexpr const char* kStep = "optim_step";
 
 constexpr int64_t kWordsOfExtras = sizeof(StepExtras) / sizeof(int64_t);
+constexpr int64_t kWordsOfCasts = sizeof(Float8Rows) / sizeof(int64_t);
 constexpr int64_t kWordsATensor = sizeof(OptimTensor) / sizeof(int64_t);
 
 bool same_layout(const Tensor& a, const Tensor& b) {
@@ -106,15 +109,27 @@ void check_has(const char* op, Optimizer optimizer, Storage storage, size_t i, i
 // tensors, then the optimizer, storage and states (OptimParams::most) that the table was built for.
 enum Fact : int { kAddress, kWords, kTensors, kOptimizer, kStorage, kMost, kFactEnd };
 
+// Refuses what a step cannot cast to 8-bit floats.
+void check_rows(const char* op, const char* argument, Optimizer optimizer, Storage storage, const Tensor& p,
+                int64_t row_elems) {
+  const bool fits = p.dim() == 2 && p.is_contiguous() && p.size(1) == row_elems && p.size(0) > 0 &&
+                    row_elems % kOptimRowAlign == 0 && row_elems <= kOptimMaxChunkElems &&
+                    on_16_bytes(p.const_data_ptr());
+  if (!casts_weights(optimizer, storage) || !fits)
+    refuse(op, argument, "0, or the columns of a contiguous matrix that the optimizer casts",
+           std::to_string(row_elems));
+}
+
 // Builds the table of addresses. It holds no references: the caller keeps the tensors alive.
 //
 // `has`: for each parameter, bit i for state i, the next bit for a step counter, the bit after that for scales.
 // `arrays`: for each parameter the states, step counter and scales that it has, in this order, then the array that the
 //   storage adds (has_extra).
 // `first_elems`: one per parameter if the storage rounds at random, otherwise empty.
+// `row_elems`: one per parameter, 0 or the rows that steps may cast to 8-bit floats; or empty.
 Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const Tensors& params, const Tensors& arrays,
                    const std::vector<int64_t>& has, const std::vector<int64_t>& groups,
-                   const std::vector<int64_t>& first_elems) {
+                   const std::vector<int64_t>& first_elems, const std::vector<int64_t>& row_elems = {}) {
   check_params(op, params, param_dtype(storage));
   if (is_layerwise(optimizer) && !layerwise_takes(storage))
     refuse(op, "storage", "float32, float64 or one with masters", kStorageNames[static_cast<int>(storage)]);
@@ -128,6 +143,7 @@ Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const T
   const bool stochastic = refinement_of(storage) == Refinement::stochastic;
   if (first_elems.size() != (stochastic ? count : 0))
     refuse(op, "first_elems", std::to_string(stochastic ? count : 0) + " indices", std::to_string(first_elems.size()));
+  if (!row_elems.empty()) index_of_each("row_elems", row_elems);
   index_of_each("has", has);
   index_of_each("groups", groups);
 
@@ -186,6 +202,10 @@ Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const T
       if (!record.step) refuse(op, item("steps", i).c_str(), "a step counter, by which rounding is random", "none");
       record.first_elem = static_cast<uint64_t>(first_elems[i]);
     }
+    if (!row_elems.empty()) {
+      if (row_elems[i] != 0) check_rows(op, item("row_elems", i).c_str(), optimizer, storage, p, row_elems[i]);
+      record.row_elems = static_cast<int32_t>(row_elems[i]);
+    }
     record.numel = p.numel();
     record.group = static_cast<int32_t>(groups[i]);
     total += p.numel();
@@ -198,7 +218,9 @@ Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const T
         chunk_elems = optim_chunk_elems_cpu();
         return Status();
       });
-  const std::vector<int64_t> words = tensor_list_words(records, chunk_elems);
+  const std::vector<int64_t> words = tensor_list_words(records, [&](const OptimTensor& t) {
+    return t.row_elems == 0 ? chunk_elems : chunk_of_rows(chunk_elems, t.row_elems);
+  });
   Tensor table = allocate_words(op, "pointer table", static_cast<int64_t>(words.size()), params[0]);
   write_words(op, words.data(), table);
   return table;
@@ -285,11 +307,17 @@ void check_words(const char* op, const char* argument, const Tensor& t) {
     refuse(op, argument, "one dimension of adjacent elements", shape_text(t));
 }
 
+void check_column(const char* op, const char* argument, const Tensor& t, int64_t words, const Tensor& table) {
+  check_words(op, argument, t);
+  check_same_device(op, argument, t, table);
+  if (t.numel() != words) refuse(op, argument, std::to_string(words) + " words", std::to_string(t.numel()));
+}
+
 std::tuple<Tensor, std::vector<int64_t>> optim_table(int64_t optimizer, int64_t storage, Tensors params, Tensors arrays,
                                                      std::vector<int64_t> has, std::vector<int64_t> groups,
-                                                     std::vector<int64_t> first_elems) {
+                                                     std::vector<int64_t> first_elems, std::vector<int64_t> row_elems) {
   const Tensor table = build_table(kTable, optimizer_of(kTable, optimizer), storage_of(kTable, storage), params, arrays,
-                                   has, groups, first_elems);
+                                   has, groups, first_elems, row_elems);
   int64_t most = 0;
   const size_t states = state_names(static_cast<Optimizer>(optimizer)).size();
   for (const int64_t bits : has) most |= bits & ((int64_t{1} << states) - 1);
@@ -319,10 +347,11 @@ void optim_pointers(Tensor pointers, Tensor values) {
 // mixed_grads: whether entries of `pointers` may hold a dtype (kernels/optim/gradient.h).
 // extras: a StepExtras for each tensor (kernels/optim/step_extras.h).
 // zero_grads: the step writes to the gradients.
+// casts: a Float8Rows for each tensor (common/float8_scale.h); not beside mixed_grads, extras or zero_grads.
 void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tensors lr, Tensor constants,
                 std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
                 std::optional<Tensor> device_constants, bool mixed_grads, std::optional<Tensor> extras,
-                double ema_weight, bool zero_grads) {
+                double ema_weight, bool zero_grads, std::optional<Tensor> casts) {
   check_words(kStep, "table", table);
   check_words(kStep, "pointers", pointers);
   check_same_device(kStep, "pointers", pointers, table);
@@ -341,11 +370,14 @@ void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tenso
   p.ema_weight = ema_weight;
   p.zero_grads = zero_grads;
   if (extras) {
-    check_words(kStep, "extras", *extras);
-    check_same_device(kStep, "extras", *extras, table);
-    if (const int64_t expected = kWordsOfExtras * facts[kTensors]; extras->numel() != expected)
-      refuse(kStep, "extras", std::to_string(expected) + " words", std::to_string(extras->numel()));
+    check_column(kStep, "extras", *extras, kWordsOfExtras * facts[kTensors], table);
     p.extras = static_cast<const StepExtras*>(extras->const_data_ptr());
+  }
+  if (casts) {
+    check_column(kStep, "casts", *casts, kWordsOfCasts * facts[kTensors], table);
+    if (!casts_weights(p.optimizer, p.storage) || p.most != AdamW::kVariants[0] || mixed_grads || does_more(p))
+      refuse(kStep, "casts", "none with this optimizer, storage, states, gradients or extras", "some");
+    p.casts = static_cast<const Float8Rows*>(casts->const_data_ptr());
   }
   if (!(ema_weight >= 0 && ema_weight <= 1))
     refuse(kStep, "ema_weight", "a number from 0 to 1", std::to_string(ema_weight));
@@ -436,14 +468,13 @@ WARPSMITH_SCHEMAS(m) {
       "maximize, Tensor? grad_scale, Tensor? found_inf) -> ()");
   m.def(
       "optim_table(int optimizer, int storage, Tensor[] params, Tensor[] arrays, int[] has, int[] groups, int[] "
-      "first_elems) -> (Tensor table, int[] facts)");
+      "first_elems, int[] row_elems=[]) -> (Tensor table, int[] facts)");
   m.def("optim_pointers(Tensor(a!) pointers, Tensor values) -> ()");
   // optim_step also writes to the arrays that the table points to. A schema cannot say so: it is for eager code only.
   m.def(
       "optim_step(Tensor(a!) table, int[] facts, Tensor pointers, Tensor[] lr, Tensor constants, Tensor? grad_scale, "
       "Tensor? found_inf, Tensor? device_constants=None, bool mixed_grads=False, Tensor? extras=None, float "
-      "ema_weight=0.0, bool "
-      "zero_grads=False) -> ()");
+      "ema_weight=0.0, bool zero_grads=False, Tensor? casts=None) -> ()");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {

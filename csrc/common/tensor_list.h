@@ -26,13 +26,14 @@ constexpr int64_t list_chunks(int64_t numel, int64_t chunk_elems) {
 }
 
 // The table as 64-bit words: `records`, then the chunks of each tensor in order. Record must have members numel,
-// chunk_elems and chunks; the last two are filled in here.
-template <class Record> std::vector<int64_t> tensor_list_words(std::vector<Record>& records, int32_t chunk_elems) {
+// chunk_elems and chunks; the last two are filled in here. `chunk_elems_of`: of a record.
+template <class Record, class ChunkElems>
+std::vector<int64_t> tensor_list_words(std::vector<Record>& records, ChunkElems&& chunk_elems_of) {
   static_assert(sizeof(Record) % sizeof(int64_t) == 0);
   size_t chunk_count = 0;
   for (Record& r : records) {
-    r.chunk_elems = chunk_elems;
-    r.chunks = static_cast<int32_t>(list_chunks(r.numel, chunk_elems));
+    r.chunk_elems = chunk_elems_of(r);
+    r.chunks = static_cast<int32_t>(list_chunks(r.numel, r.chunk_elems));
     chunk_count += static_cast<size_t>(r.chunks);
   }
   const size_t record_words = records.size() * sizeof(Record) / sizeof(int64_t);
@@ -45,6 +46,9 @@ template <class Record> std::vector<int64_t> tensor_list_words(std::vector<Recor
       std::memcpy(&words[next++], &chunk, sizeof chunk);
     }
   return words;
+}
+template <class Record> std::vector<int64_t> tensor_list_words(std::vector<Record>& records, int32_t chunk_elems) {
+  return tensor_list_words(records, [&](const Record&) { return chunk_elems; });
 }
 
 }  // namespace warpsmith

@@ -179,7 +179,7 @@ Status optim_cpu(const OptimParams& p, const Parallel& parallel) {
       if (takes_part(p, i)) do_extras(p, i, 0, p.tensors[i].numel, true);
     return {};
   }
-  return visit_optimizer(p.optimizer, [&]<class F>() -> Status {
+  visit_optimizer(p.optimizer, [&]<class F>() {
     switch (p.storage) {
       case Storage::float32: step<F, float>(p, parallel); break;
       case Storage::float64: step<F, double>(p, parallel); break;
@@ -195,8 +195,8 @@ Status optim_cpu(const OptimParams& p, const Parallel& parallel) {
       case Storage::bfloat16_8bit:
       case Storage::float16_8bit: step_8bit(p, parallel); break;
     }
-    return {};
   });
+  return p.casts ? cast_weights(p, parallel) : Status();
 }
 
 }  // namespace warpsmith

@@ -1,8 +1,9 @@
 #include <cstring>
 
 #include "cpu/optim_loops.h"
+#include "kernels/quantize/quantize.h"
 
-// The averages, copies and zeroed gradients of a step (kernels/optim/step_extras.h).
+// The averages, copies and zeroed gradients of a step (kernels/optim/step_extras.h), and its casts of weights.
 namespace warpsmith::cpu::optim {
 namespace {
 
@@ -34,6 +35,24 @@ void do_extras(const OptimParams& p, int64_t tensor, int64_t first, int64_t coun
     narrow(param, static_cast<float16*>(copy), count);
   else
     narrow(param, static_cast<bfloat16*>(copy), count);
+}
+
+Status cast_weights(const OptimParams& p, const Parallel& parallel) {
+  for (int64_t i = 0; i < p.tensor_count; ++i) {
+    const OptimTensor& t = p.tensors[i];
+    if (!takes_part(p, i) || !p.casts[i].data) continue;
+    QuantizeParams cast{};
+    cast.x = t.param;
+    cast.data = p.casts[i].data;
+    cast.scale = p.casts[i].scale;
+    cast.rows = t.numel / t.row_elems;
+    cast.columns = cast.x_stride = t.row_elems;
+    cast.scaling = Fp8Scaling::row;
+    cast.power_of_two = true;
+    cast.dtype = param_dtype(p.storage);
+    WARPSMITH_RETURN_IF_FAILED(quantize_cpu(cast, parallel));
+  }
+  return {};
 }
 
 }  // namespace warpsmith::cpu::optim

@@ -27,6 +27,9 @@ void average_values(void* averages, const void* values, Dtype dtype, int64_t cou
 // `skips`: only zeroes gradients.
 void do_extras(const OptimParams& p, int64_t tensor, int64_t first, int64_t count, bool skips);
 
+// Casts the weights that p.casts names and the step has written to 8-bit floats.
+Status cast_weights(const OptimParams& p, const Parallel& parallel);
+
 // Adjacent elements of one tensor; `update` takes a multiple of kBlock. State pointers are null where the tensor lacks
 // the state.
 template <class T> struct Piece {

@@ -47,6 +47,15 @@ const RegisterBinder registered([](py::module_& m) {
   py::dict storages;  // {name: index}
   for (int i = 0; i < kStorages; ++i) storages[kStorageNames[i]] = i;
   m.attr("OPTIMIZER_STORAGES") = storages;
+  py::set casting;  // (optimizer, storage): steps that may write 8-bit floats of weights
+#define WARPSMITH_ROW(optimizer, F)                                   \
+  for (int i = 0; i < kStorages; ++i)                                 \
+    if (casts_weights(Optimizer::optimizer, static_cast<Storage>(i))) \
+      casting.add(py::make_tuple(#optimizer, kStorageNames[i]));
+  WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+  m.attr("OPTIMIZERS_THAT_CAST") = py::frozenset(casting);
+  m.attr("OPTIMIZER_ROWS") = py::make_tuple(kOptimRowAlign, kOptimMaxChunkElems);
   std::vector<float> maps[2];  // of 8-bit codes, without and with sign
   for (int is_signed = 0; is_signed < 2; ++is_signed)
     for (int code = 0; code < kCodes; ++code) maps[is_signed].push_back(dynamic_value(code, is_signed));

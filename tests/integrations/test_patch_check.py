@@ -17,7 +17,7 @@ WRONG = {
     ("llama", "gemma2"): {"LlamaRMSNorm", "LlamaDecoderLayer"},
     ("gemma3", "qwen3"): {"Gemma3RMSNorm", "Gemma3DecoderLayer"},
     ("cohere", "llama"): {"CohereAttention", "CohereDecoderLayer"},
-    ("llama", "cohere"): {"LlamaAttention"},
+    ("llama", "cohere"): {"LlamaAttention", "LlamaDecoderLayer"},
     ("gpt_oss", "llama"): {"GptOssAttention", "GptOssMLP"},
     ("llama", "gpt_oss"): {"LlamaAttention"},
     ("olmo2", "llama"): {"Olmo2DecoderLayer"},

@@ -134,6 +134,8 @@ def _below_the_package():
     ones, weight = torch.ones(5, 3), torch.tensor([1.0, 0.5, 0.25])  # whose y has the same bytes in every dtype
     raw.rms_norm_fp8(ones, weight, 1e-5, 0.0)
     raw.add_rms_norm_fp8(ones, ones, weight, 1e-5, 0.0)
+    raw.layer_norm_fp8(ones, weight, weight, 1e-5)
+    raw.add_layer_norm_fp8(ones, ones, weight, weight, 1e-5)
     raw.swiglu_fp8(64 * ones, ones * weight, False)
     for row in families.rows("GATED"):
         tanh = (False,) if "tanh" in row.arguments else ()

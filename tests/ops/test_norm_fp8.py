@@ -1,4 +1,4 @@
-"""The RMS norms that write their y as 8-bit floats too: the bits of the norm alone, and of the cast alone."""
+"""The norms that write their y as 8-bit floats too: the bits of the norm alone, and of the cast alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ RAW = torch.ops.warpsmith
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # A row in the registers of a block, of 2 vectors a thread (rms_norm) or 4, at the edges of warps and of instances.
 FUSED = [1032, 2048, 2056, 4096, 4104, 12280, 12296, 16384]
+OPS = ["rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"]
 OTHERS = [1, 13, 64, 1000, 1024, 16392]  # by a kernel of their own, or no vectors
 
 
-def calls(op, columns, dtype, device, weight_dtype=None, offset=0.0):
+def calls(op, columns, dtype, device, weight_dtype=None, offset=0.0, bias=False):
     """The norm and the same with a cast, of rows with all that a float may hold."""
     generator = torch.Generator().manual_seed(columns)
     x, residual = (torch.randn(9, columns, generator=generator) for _ in range(2))
@@ -27,7 +28,10 @@ def calls(op, columns, dtype, device, weight_dtype=None, offset=0.0):
     x[6, columns - 1] = 3e4
     weight = None if weight_dtype is None else torch.randn(columns, generator=generator).to(device, weight_dtype)
     given = [t.to(device, dtype) for t in ((x, residual) if op.startswith("add") else (x,))]
-    given += [weight, 1e-5, offset]
+    if "layer" in op:
+        given += [weight, torch.randn(columns, generator=generator).to(weight) if bias else None, 1e-5]
+    else:
+        given += [weight, 1e-5, offset]
 
     def call(kind):
         return getattr(RAW, op + kind)(*given)
@@ -60,15 +64,23 @@ def check_bytes(call, rows, columns, elements):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", FUSED)
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("op", OPS)
 def test_one_kernel_repeats_the_cast(op, columns, dtype, device):
-    launched = check(calls(op, columns, dtype, device, dtype))
+    """Of layer norms without a bias, and of the sum before one with it; others are kernels of the length."""
+    launched = check(calls(op, columns, dtype, device, dtype, bias=op == "add_layer_norm"))
     assert launched == 1 or not sim.is_loaded()
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("op", "columns", "alone"), [("layer_norm", 2048, 2), ("add_layer_norm", 1024, 2)])
+def test_layer_norms_that_are_cast_behind(op, columns, alone, device):
+    launched = check(calls(op, columns, torch.bfloat16, device, torch.bfloat16, bias=True))
+    assert launched == alone or not sim.is_loaded()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("weight_dtype", "offset"), [(None, 0.0), (torch.float32, 0.0), (torch.bfloat16, 1.0)])
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("op", OPS)
 def test_weights(op, weight_dtype, offset, device):
     check(calls(op, 2048, torch.bfloat16, device, weight_dtype, offset))
 
@@ -76,7 +88,7 @@ def test_weights(op, weight_dtype, offset, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", OTHERS)
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("op", OPS)
 def test_rows_of_other_kernels_are_cast_behind_them(op, columns, dtype, device):
     launched = check(calls(op, columns, dtype, device, dtype))
     assert launched != 1 or not sim.is_loaded()
@@ -103,6 +115,8 @@ def test_nothing_to_cast(shape, device):
 
 @pytest.mark.skipif(not sim.is_loaded(), reason="counts what simulated kernels move")
 @pytest.mark.parametrize("device", ["cpu"])
-@pytest.mark.parametrize(("op", "elements"), [("rms_norm", 2), ("add_rms_norm", 4)])
+@pytest.mark.parametrize(
+    ("op", "elements"), [("rms_norm", 2), ("add_rms_norm", 4), ("layer_norm", 2), ("add_layer_norm", 4)]
+)
 def test_bytes_moved(op, elements, device):
     check_bytes(calls(op, 2048, torch.bfloat16, device, torch.bfloat16), 9, 2048, elements)

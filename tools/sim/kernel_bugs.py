@@ -364,6 +364,8 @@ SEVERAL = (
      "by_rows && !has_exact_reciprocal(scale)", "ops/test_quantize_values.py -k 'near_ties and sim'", "test_quotients"),
     ("codes_behind_the_end_are_no_zeros", "optim/step_8bit.cuh", "is_signed<F>(s) ? 127 : 0", "0",
      "optim/test_eight_bit.py -k behind_the_last", "test_what_is_behind"),
+    ("a_warp_of_several_rows_raises_one", "optim/cast_rows.cuh", "within = @row % (32 * N) == 0", "true",
+     "optim/test_fp8_weights.py -k 'bytes_and_scales and None-torch.bfloat16'", "test_bytes_and_scales"),
     ("rows_of_later_turns_by_another_stride", "norm/batches.cuh", "passed_step = units * @p.dresidual_out_stride",
      "p.dy_stride", "ops/test_norm_residual.py -k 'sim- and layout and vectors_apart'", "grad_x: error"),
     ("infinity_in_an_odd_place", "cross_entropy/row.cuh", "isnan(@weighted[0] + weighted[1]", "weighted[0]",

@@ -100,10 +100,10 @@ struct NormForwardInstances {
   }
 };
 
-// Whether a kernel, of a config or of an instance, has a form that writes y's cast too: those of RMS norms that hold a
-// row of 16-bit elements in the registers of a block.
+// Whether a kernel, of a config or of an instance, has a form that writes y's cast too: `registers`, where a block holds
+// a row of 16-bit elements.
 constexpr bool norm_casts(const NormProblem& p, const auto& kernel) {
-  return !p.layer && !p.dropout && p.element_bytes == 2 && p.residual_bytes <= 2 &&
+  return !p.dropout && p.element_bytes == 2 && p.residual_bytes <= 2 &&
          kernel.kernel == NormKernel::registers && kernel.scope == norm::Scope::block;
 }
 

@@ -23,7 +23,8 @@ Status optim_cuda(const OptimParams& p, void* stream) {
   config.grid.x = static_cast<unsigned>(p.chunk_count);
   config.block.x = kOptimThreads;
   switch (p.storage) {
-    case Storage::float32: return optim::launch_step<optim::Stored<float, float, false>>(p, config, stream);
+    case Storage::float32:
+      return optim::launch_step<optim::Stored<float, float, false>, casts_weights(Storage::float32)>(p, config, stream);
     case Storage::float64: return no_cuda_kernel(Dtype::float64);
     case Storage::bfloat16:
     case Storage::float16: return optim::launch_16bit(p, config, stream);

@@ -3,6 +3,7 @@
 #include <iterator>
 
 #include "common/dtype.h"
+#include "common/float8_scale.h"
 #include "common/host_device.h"
 #include "common/parallel.h"
 #include "common/status.h"
@@ -76,6 +77,15 @@ constexpr uint32_t states_of_8bit(Optimizer optimizer) {
     default: return 0;
   }
 }
+// Whether a step may write 8-bit floats of weights (OptimParams::casts): kernels are compiled for these alone, without
+// amsgrad.
+constexpr bool casts_weights(Storage s) {
+  return s == Storage::float32 || s == Storage::bfloat16 || s == Storage::bfloat16_master ||
+         s == Storage::bfloat16_remainder;
+}
+constexpr bool casts_weights(Optimizer optimizer, Storage s) {
+  return optimizer == Optimizer::adamw && casts_weights(s);
+}
 constexpr bool has_master(Storage s) { return s == Storage::bfloat16_master || s == Storage::float16_master; }
 
 // How a bfloat16 parameter keeps what rounding to nearest would lose.
@@ -124,7 +134,7 @@ struct OptimTensor {
   int32_t chunk_elems;  // a multiple of 16 bytes
   int32_t chunks;
   uint32_t chunks_done;  // scratch of the kernel, zero between launches
-  uint32_t unused;
+  int32_t row_elems;     // the rows of a contiguous matrix that the step may cast, and chunks hold whole; 0: another
 };
 static_assert(sizeof(OptimTensor) == 80);
 
@@ -161,6 +171,7 @@ struct OptimParams {
   OptimGroup groups[kOptimMaxGroups];
   uint64_t seeds[kOptimMaxGroups];  // one per group; only bfloat16_stochastic reads them
   const StepExtras* extras;         // [tensor_count], or null. Not for 8-bit storages on CUDA or layerwise optimizers
+  const Float8Rows* casts;          // [tensor_count], or null. Of a tensor with row_elems: where its bytes are written
   double ema_weight;                // weight of the averages, from 0 to 1; those of tensors without gradient move too
   bool zero_grads;  // sets gradients to 0 after reading them, also in a skipped step. Same limits as `extras`
 };

@@ -44,6 +44,14 @@ constexpr int longest_optim_chunk(Storage storage) {
   }
 }
 
+// Rows that a block casts to 8-bit floats at most. One of kOptimMaxChunkElems is the longest that is cast so.
+constexpr int kOptimCastRows = kOptimThreads;
+constexpr int kOptimRowAlign = 16;  // elements of which rows are a multiple, as 8-bit products want them
+constexpr int32_t chunk_of_rows(int32_t chunk_elems, int32_t row_elems) {
+  const int32_t rows = chunk_elems / row_elems;
+  return row_elems * (rows < 1 ? 1 : rows < kOptimCastRows ? rows : kOptimCastRows);
+}
+
 // The longest chunk, a power of two of tiles, that still gives every resident block three chunks. `total_elems`: of all
 // tensors together.
 constexpr OptimConfig choose_optim(int64_t total_elems, int multiprocessors, Storage storage) {

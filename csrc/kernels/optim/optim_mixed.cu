@@ -5,7 +5,8 @@ namespace warpsmith::optim {
 
 Status launch_mixed(const OptimParams& p, const LaunchConfig& config, void* stream) {
   switch (p.storage) {
-    case Storage::bfloat16_master: return launch_step<Stored<bfloat16, float, true>>(p, config, stream);
+    case Storage::bfloat16_master:
+      return launch_step<Stored<bfloat16, float, true>, casts_weights(Storage::bfloat16_master)>(p, config, stream);
     case Storage::float16_master: return launch_step<Stored<float16, float, true>>(p, config, stream);
     default: return launch_step<Stored<float, bfloat16, false>>(p, config, stream);
   }

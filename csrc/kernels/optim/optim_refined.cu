@@ -8,7 +8,9 @@ Status launch_refined(const OptimParams& p, const LaunchConfig& config, void* st
     case Storage::bfloat16_stochastic: return launch_step<Refined<bfloat16, Refinement::stochastic>>(p, config, stream);
     case Storage::bfloat16_compensated:
       return launch_step<Refined<bfloat16, Refinement::compensated>>(p, config, stream);
-    default: return launch_step<Refined<float, Refinement::remainder>>(p, config, stream);
+    default:
+      return launch_step<Refined<float, Refinement::remainder>, casts_weights(Storage::bfloat16_remainder)>(p, config,
+                                                                                                            stream);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "device/stochastic_rounding.h"
 #include "device/vector.h"
+#include "kernels/optim/cast_rows.cuh"
 #include "kernels/optim/optim.h"
 #include "kernels/optim/optim_config.h"
 #include "kernels/optim/quick_math.h"
@@ -387,8 +388,9 @@ template <class In, unsigned kMost> constexpr int resident_blocks() {
 #endif
 }
 
-// kMost: the states that some tensor may have. A tensor has those of one of the functor's variants.
-template <class F, class In, unsigned kMost>
+// kMost: the states that some tensor may have. A tensor has those of one of the functor's variants. kCasts: the tensors
+// that p.casts names are cast to 8-bit floats, too.
+template <class F, class In, unsigned kMost, bool kCasts = false>
 __global__ void __launch_bounds__(kOptimThreads, (resident_blocks<In, kMost>()))
     step(const __grid_constant__ OptimParams p) {
   using Shared = Constants<F, In>;
@@ -402,6 +404,7 @@ __global__ void __launch_bounds__(kOptimThreads, (resident_blocks<In, kMost>()))
 
   const Chunk<In, kMost> c(*t, grad, int64_t{at.chunk} * t->chunk_elems);
   of_variant<F, In, kMost>(p, t, c, constants);
+  if constexpr (kCasts) cast_rows<typename In::Param>(p);
 }
 
 }  // namespace warpsmith::optim

@@ -48,6 +48,7 @@ def optim_table(
     states: Sequence[Mapping[str, Tensor]],
     groups: Sequence[int],
     first_elems: Sequence[int] = (),
+    row_elems: Sequence[int] = (),
 ) -> tuple[Tensor, list[int]]:
     """The table of addresses and sizes of :data:`optim_step`, on the device of the parameters, and the facts by which
     the step knows it again.
@@ -55,14 +56,15 @@ def optim_table(
     ``states[i]`` has the states of tensor ``i`` by name, its counter as ``step`` if its steps are counted, its
     ``scales`` if its states are 8-bit codes, and what the storage keeps of it by its name in :data:`EXTRAS`;
     ``groups[i]`` is the row of hyperparameters that tensor ``i`` takes. ``first_elems[i]``, where rounding is random:
-    the index of its first element among those of all tensors. The table refers to the tensors without keeping them
-    alive.
+    the index of its first element among those of all tensors. ``row_elems[i]``: the columns of a matrix that steps may
+    cast to 8-bit floats, or 0. The table refers to the tensors without keeping them alive.
     """
     names = state_names(optimizer)
     arrays = [state[name] for state in states for name in (*names, COUNTER, SCALES, *EXTRAS) if name in state]
     has = [sum(1 << bit for bit, name in enumerate((*names, COUNTER, SCALES)) if name in state) for state in states]
     kind = (index_of(optimizer), storage_index(storage))
-    table, facts = call_raw(raw.optim_table.default, *kind, list(params), arrays, has, list(groups), list(first_elems))
+    given = list(params), arrays, has, list(groups), list(first_elems), list(row_elems)
+    table, facts = call_raw(raw.optim_table.default, *kind, *given)
     return table, facts
 
 

@@ -287,12 +287,30 @@ def _block(first_norm: str, attention: str, norm: str, dropout: str = "") -> Cal
                 return old(self, *arguments, **options)
             hidden_states, _ = named.pop("hidden_states"), named.pop("encoder_attention_mask", None)
             x, _ = getattr(self, attention)(getattr(self, first_norm)(hidden_states), **named)
-            y, residual = sum_and_layer(_through(self, drop, x), hidden_states, getattr(self, norm))
+            x, casts = _through(self, drop, x), _feeds_fp8(self.mlp, ("fc1", "Wi"), hidden_states)
+            y, residual = sum_and_layer(x, hidden_states, getattr(self, norm), casts)
             return residual + _through(self, drop, self.mlp(y))
 
         return forward
 
     return make
+
+
+def _parallel(old: Forward) -> Forward:
+    """Cohere's decoder layer: attention and the feed-forward layer read one norm."""
+    given = by_name(old)
+
+    def forward(self: Any, *arguments: Any, **options: Any) -> Tensor:
+        options, norm = given(arguments, options), self.input_layernorm
+        x = options.pop("hidden_states")
+        fed = _feeds_fp8(self.self_attn, _QKV, x) or _feeds_fp8(self.mlp, _GATE_UP, x)
+        if fed and is_free(norm) and norm.weight.dtype == x.dtype and norm.weight.dim() == 1:
+            y = with_cast("layer_norm")(x, norm.weight, None, eps_of(norm))
+        else:
+            y = norm(x)
+        return x + self.self_attn(hidden_states=y, **options)[0] + self.mlp(y)
+
+    return forward
 
 
 def _sum_behind(old: Forward) -> Forward:
@@ -444,6 +462,7 @@ ROTARY_HALVES = Part("rope", "warpsmith.rope", functools.partial(attention, halv
 ROTARY_INTERLEAVED = Part("rope", "warpsmith.rope", functools.partial(attention, interleaved=True))
 QK_ROTARY = Part("rope", "warpsmith.qk_norm_rope", attention)
 DECODER = Part("norms", "warpsmith.add_rms_norm", _decoder)
+PARALLEL_DECODER = Part("norms", "warpsmith.layer_norm", _parallel)
 GEMMA_DECODER = Part("norms", "warpsmith.add_rms_norm", _gemma_decoder)
 SUM_BEHIND = Part("norms", "warpsmith.add_layer_norm", _sum_behind)
 CAUSAL_HEAD = _head()

@@ -33,6 +33,7 @@ _COHERE = {
     "LayerNorm": _parts.LAYER_NORM_OF_WEIGHT,
     "MLP": _parts.GATED,
     "Attention": _parts.ROTARY_INTERLEAVED,
+    "DecoderLayer": _parts.PARALLEL_DECODER,
 }
 _GPT2 = {
     "MLP": _parts.gelu("c_fc", "c_proj", "dropout"),

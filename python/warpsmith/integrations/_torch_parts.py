@@ -14,6 +14,7 @@ from warpsmith._core.modules import is_untouched, stock
 from warpsmith.integrations._modules import Forward, Part, beside
 from warpsmith.nn import functional
 from warpsmith.nn._linear import is_product
+from warpsmith.ops._shared_casts import with_cast
 from warpsmith.ops.linear import linear
 from warpsmith.ops.norm import add_layer_norm
 
@@ -42,14 +43,15 @@ def _sum_and_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor,
     return norm(total), total
 
 
-def sum_and_layer(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), as one op where that is the same."""
+def sum_and_layer(x: Tensor, residual: Tensor, norm: Any, casts: bool = False) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), as one op where that is the same. ``casts``: which leaves the cast of y."""
     fits = x.dtype == residual.dtype or residual.dtype == torch.float32
     fits = fits and x.shape == residual.shape and type(x) in _PLAIN and type(residual) in _PLAIN
     if not fits or not is_untouched(norm, nn.LayerNorm) or norm.weight is None or len(norm.normalized_shape) > 1:
         return _sum_and_norm(x, residual, norm)
     bias = None if norm.bias is None else beside(norm.bias, x)
-    return add_layer_norm(x, residual, beside(norm.weight, x), bias, norm.eps)
+    op = with_cast("add_layer_norm") if casts else add_layer_norm
+    return op(x, residual, beside(norm.weight, x), bias, norm.eps)
 
 
 def _strictly(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:

@@ -236,9 +236,9 @@ def norm(op: str) -> Callable:
         plain=plain,
         hint=hint,
     )
-    if not (layer or dropout):
+    if not dropout:
         register_fake(op + "_fp8", fake_fp8)
-        leave_cast(op, build, _source)
+        leave_cast(op, build, None if layer else _source)  # layer_norm may add up otherwise than add_layer_norm
     return build(forward=forward)
 
 

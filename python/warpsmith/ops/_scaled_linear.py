@@ -202,6 +202,18 @@ class _Kept:
         self.backwards = 0
         self.has_gradient = False  # a backward has given the weight one
 
+    def addresses(self) -> tuple[int, int, int]:
+        """Where a step writes bytes and scales: a Float8Rows of csrc/common/float8_scale.h."""
+        assert self.data is not None and self.scale is not None
+        return self.data.data_ptr(), self.scale.data_ptr(), 0
+
+    def follow_step(self) -> None:
+        """Of the values that a step gives the weight, which has written their bytes and is not counted yet."""
+        version, shape, stride, stream, steps, *others = self.key
+        made = self.data, self.scale
+        self.begin((version, shape, stride, stream, steps + 1, *others))
+        self.data, self.scale = made
+
 
 _kept: dict[int, _Kept] = {}  # by the id of a parameter: a WeakIdKeyDictionary takes 0.8 us to find it
 
@@ -277,6 +289,16 @@ def _current(weight: Tensor, how: int, training: bool, passed: bool, stream: int
     elif kept.key != key:
         kept.begin(key)
     return kept
+
+
+def kept_by_rows(weight: Tensor) -> _Kept | None:
+    """The cast of a trained weight as it is, by rows and powers of two, if there is one on the current stream."""
+    kept = kept_of(weight)
+    if kept is None or not weight.requires_grad:
+        return None
+    stream = place_of(weight)
+    kept = None if stream is None else _current(weight, BY_ROWS, True, False, stream)
+    return kept if kept is not None and kept.data is not None else None
 
 
 def _cast(weight: Tensor, recipe: Fp8Recipe, turned: bool) -> tuple[Tensor, Tensor]:

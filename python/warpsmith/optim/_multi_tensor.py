@@ -21,7 +21,7 @@ from warpsmith.optim import _eight_bit as eight_bit
 from warpsmith.optim import _loading as loading
 from warpsmith.optim._plan import Kind, Plan
 from warpsmith.optim._precision import EXTRA_DTYPES, PRECISIONS, Storage, dtypes_of, storage_of
-from warpsmith.optim._step_extras import WithStepExtras
+from warpsmith.optim._step_extras import NOTHING, WithStepExtras
 
 Group = dict[str, Any]
 Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
@@ -43,7 +43,7 @@ THREE_NUMBERS: Check = (
 )
 _FLAGS = (
     *("maximize", "amsgrad", "nesterov", "centered", "capturable", "differentiable", "decoupled_weight_decay"),
-    *("grad_averaging", "use_nvlamb", "foreach", "fused"),
+    *("grad_averaging", "use_nvlamb", "foreach", "fused", "fp8_weights"),
 )
 _OR_NONE = ("foreach", "fused")
 
@@ -137,6 +137,7 @@ class MultiTensorOptimizer(WithStepExtras, CheckedOptimizer):
     _needed: ClassVar[tuple[str, ...]]  # names without which a state that is not empty is another optimizer's
     _checks: ClassVar[Mapping[str, Check]]  # of hyperparameters other than lr
     _of_every_group: ClassVar[Mapping[str, Any]] = {}  # values that no argument, group or loaded state changes
+    _fp8_weights = False  # steps write the 8-bit casts of weights that layers of warpsmith.amp.fp8 keep
 
     def __init__(self, params: Any, given: dict[str, Any]) -> None:
         """``given``: ``locals()`` of a subclass's constructor, whose other arguments are the options of groups."""
@@ -145,6 +146,7 @@ class MultiTensorOptimizer(WithStepExtras, CheckedOptimizer):
             if type(defaults.get(name)) is type(usual) and defaults.get(name) == usual:
                 defaults.pop(name, None)  # torch's groups have no such entries
         self._check_flags(defaults)
+        self._fp8_weights = bool(defaults.pop("fp8_weights", False))
         if defaults.get("foreach") and defaults.get("fused"):
             self._refuse("fused", "not both foreach and fused", "both True")
         if defaults.get("fused") is False:  # as torch's: those who divide and clip gradients themselves ask for this
@@ -245,7 +247,8 @@ class MultiTensorOptimizer(WithStepExtras, CheckedOptimizer):
         loading.restore_precision(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_step_supports_amp_scaling": self._step_supports_amp_scaling}
+        own = "_step_supports_amp_scaling", "_fp8_weights"
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         captured = getattr(self, "_captured", [])
@@ -277,6 +280,9 @@ class MultiTensorOptimizer(WithStepExtras, CheckedOptimizer):
         zeroes = self._zeroes_in_kernels(plan)
         plan.load_staged()
         for number, bucket in enumerate(plan.buckets):
+            more, mixed = self._more(plan, bucket, zeroes, capturing), plan.watch.mixed(number)
+            alone = not (capturing or mixed or (more and (more[0] is not None or more[2])))
+            casts, weights = bucket.weight_casts(plan.params) if alone else (None, ())
             optim_step(
                 bucket.table,
                 bucket.facts,
@@ -286,9 +292,12 @@ class MultiTensorOptimizer(WithStepExtras, CheckedOptimizer):
                 None if grad_scale is None else lists.moved(grad_scale, bucket.device).float(),
                 None if found_inf is None else lists.moved(found_inf, bucket.device).float(),
                 self.device_constants.get(bucket.row),
-                plan.watch.mixed(number),
-                *self._more(plan, bucket, zeroes, capturing),
+                mixed,
+                *(more or NOTHING),
+                casts,
             )
+            for kept in weights:
+                kept.follow_step()
         plan.store_staged()
         self._finish(plan, zeroes)
 

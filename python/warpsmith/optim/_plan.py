@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from warpsmith import _C
 from warpsmith._core import tensor_list as lists
 from warpsmith._core.raw_step import COUNTER, SCALES, optim_pointers, optim_table
+from warpsmith.optim import _weight_casts as weight_casts
 from warpsmith.optim._precision import EXTRA_DTYPES, Storage
 
 Optimizer = Any  # a MultiTensorOptimizer, which imports this module
@@ -36,6 +38,7 @@ class Bucket:
         owners: list[int],
         storages_of_all: dict[int, Storage | None],
         staged: dict[int, Tensor],
+        casts: bool,
     ) -> None:
         params = lists.all_params(groups)
         parts = [staged[i] if i in staged else lists.local(params[i]) for i in indices]
@@ -44,12 +47,17 @@ class Bucket:
         storage = storages[0]
         self.device, self.row, self.indices = parts[0].device, kind.row, indices
         self.fuses = kind.precision != "8bit" and kind.row not in _C.LAYERWISE_OPTIMIZERS
-        self.extras: tuple[list[int], Tensor] | None = None  # what the table of `StepExtras` was made of
+        self.columns: dict[str, tuple[list[int], Tensor]] = {}  # what those of `column` were made of
         states = [
             {name: lists.local(state[params[i]][name]) for name in stored.arrays(kinds[owners[i]].names)}
             for i, stored in zip(indices, storages, strict=True)
         ]
         first_elems = lists.first_elements(params) if storage.stochastic else []
+        casts = casts and not any("max_exp_avg_sq" in kinds[owners[i]].names for i in indices)
+        self.row_elems = [
+            weight_casts.row_elems(self.row, storage.name, part) if casts and i not in staged else 0
+            for i, part in zip(indices, parts, strict=True)
+        ]
         self.table, self.facts = optim_table(
             self.row,
             storage.name,
@@ -57,6 +65,7 @@ class Bucket:
             states,
             [owners[i] for i in indices],
             [first_elems[i] for i in indices if storage.stochastic],
+            self.row_elems if any(self.row_elems) else (),
         )
         self.pointers = torch.empty(len(indices), dtype=torch.int64, device=self.device)
         self.written = -1  # the version of the column that `pointers` holds
@@ -74,6 +83,22 @@ class Bucket:
             optim_pointers(self.pointers, lists.words(watch.column(number)))
             self.written = version
         return self.pointers
+
+    def column(self, of: str, words: list[int], capturing: bool) -> Tensor:
+        """Words on the device, which stay there until others come. A graph writes its own, and has them for itself."""
+        known = self.columns.get(of)
+        if known is not None and known[0] == words and not capturing:
+            return known[1]
+        column = torch.empty(len(words), dtype=torch.int64, device=self.device)
+        optim_pointers(column, torch.tensor(words, dtype=torch.int64, device="cpu"))
+        if not capturing:
+            self.columns[of] = words, column
+        return column
+
+    def weight_casts(self, params: list[Tensor]) -> tuple[Tensor | None, Sequence[Any]]:
+        """Where the step writes 8-bit casts of weights, and what the layers keep of them."""
+        words, found = weight_casts.to_write([params[i] for i in self.indices], self.row_elems)
+        return self.column("casts", words, False) if found else None, found
 
 
 class Plan:
@@ -111,7 +136,8 @@ class Plan:
         # Dense tensors that the kernels update in place of parameters with gaps or with the negative bit.
         self.staged = {i: torch.empty_like(part) for i, part in parts.items() if not lists.in_place(part)}
         self.buckets = [
-            Bucket(groups, self.kinds, state, indices, owners, storages, self.staged) for indices in by_kind.values()
+            Bucket(groups, self.kinds, state, indices, owners, storages, self.staged, optimizer._fp8_weights)
+            for indices in by_kind.values()
         ]
         self.params = params
         self.copied: set[Tensor] = set()  # parameters with copies of their gradients

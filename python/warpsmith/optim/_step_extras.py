@@ -11,7 +11,6 @@ from torch import Tensor
 from warpsmith import _C
 from warpsmith._core import checks
 from warpsmith._core import tensor_list as lists
-from warpsmith._core.raw_step import optim_pointers
 from warpsmith.optim.ema import EMA
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 _COPY_DTYPES = {torch.float16: 1, torch.bfloat16: 2}  # numbers of Dtype in csrc/common/dtype.h
 _AVERAGES_PARAM = 1 << 8
-_NOTHING = (None, 0.0, False)
+NOTHING = (None, 0.0, False)
 More = tuple[Tensor | None, float, bool]  # the last arguments of a step: table, weight of the averages, zero_grads
 
 
@@ -73,21 +72,16 @@ class StepExtras:
 
     def of_bucket(self, plan: Plan, bucket: Bucket, zeroes: bool, capturing: bool) -> More:
         if not bucket.fuses:
-            return _NOTHING
+            return NOTHING
         zeroes = zeroes and self.zero_grads
         words = [
             word for i in bucket.indices for word in ((0, 0, 0) if i in plan.staged else self._entry(plan.params[i]))
         ]
         if not any(words):
             return None, 0.0, zeroes
-        if capturing or bucket.extras is None or bucket.extras[0] != words:
-            table = torch.empty(len(words), dtype=torch.int64, device=bucket.device)
-            optim_pointers(table, torch.tensor(words, dtype=torch.int64, device="cpu"))
-            if capturing:  # the graph writes the table, and has it for itself
-                plan.held += [*(lists.local(c) for c in self.copies.values()), *self._average_parts()]
-                return table, self._weight(), zeroes
-            bucket.extras = words, table
-        return bucket.extras[1], self._weight(), zeroes
+        if capturing:
+            plan.held += [*(lists.local(c) for c in self.copies.values()), *self._average_parts()]
+        return bucket.column("extras", words, capturing), self._weight(), zeroes
 
     def _average_parts(self) -> list[Tensor]:
         return [] if self.ema is None else [lists.local(a) for a in self.ema.averages]

@@ -73,6 +73,12 @@ class AdamW(Adam):
             element, even or odd; it is read before the first step.
         keep_fp32: of ``"8bit"``; also an option of a group. Patterns (``fnmatch``, as ``"*norm*"``) of names of
             parameters whose states stay float32; the optimizer must be given (name, tensor) pairs.
+        fp8_weights: steps write the 8-bit casts that layers of :func:`warpsmith.amp.fp8` keep of these weights, with
+            the bits of their own casts: by rows and powers of two, of contiguous bfloat16 and float32 weights of at
+            most 65,536 columns, their precision ``"fp32"``, ``"bf16"``, ``"master"`` or ``"remainder"``. All else is
+            cast by the layers: with amsgrad, gradients of another dtype, a :meth:`fuse` or a capture, and where no
+            layer has cast the weight since the step before. A change of a weight behind the step that torch does not
+            see, by ``weight.data``, is to be told: ``torch.autograd.graph.increment_version(weight)``.
 
     ``grad_scale`` and ``found_inf``, which ``torch.amp.GradScaler`` sets, are read on the device: gradients are divided
     by the scale, and where ``found_inf`` is not zero nothing changes, step counters neither. Other than torch's, the
@@ -122,5 +128,6 @@ class AdamW(Adam):
         precision: str | None = None,
         seed: int = 0,
         keep_fp32: Sequence[str] = (),
+        fp8_weights: bool = False,
     ) -> None:
         super(Adam, self).__init__(params, locals())
