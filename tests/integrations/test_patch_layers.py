@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import warpsmith
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -12,7 +13,7 @@ from warpsmith.integrations.transformers import patch  # noqa: E402
 
 from tests.nn.test_linear import OPTIONS  # noqa: E402
 
-from .families import small_model  # noqa: E402
+from .families import THERE, inputs_of, small_model  # noqa: E402
 from .test_patch import TOKENS, loss_and_gradients, model_of  # noqa: E402
 
 WITH_LAYERS = ["llama", "qwen3", "mistral", "gemma2"]
@@ -198,3 +199,62 @@ def test_a_layer_multiplies_by_our_products_where_they_may_pay(monkeypatch):
     assert len(asked) >= 2 * 7  # of a layer: forward of six at least, input gradients of two
     for a, b in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True):
         assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+
+class Joined(TorchDispatchMode):
+    """Counts the weights of each call that makes several products of one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.widths = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.warpsmith.linear_siblings.default:
+            self.widths.append(len(args[1]))
+        return func(*args, **kwargs or {})
+
+
+def joined_in(model, inputs, monkeypatch, pays=True):
+    """(How many weights each call had, loss and gradients or logits) where one launch of several products may pay."""
+    with monkeypatch.context() as patched, Joined() as mode:
+        patched.setattr("warpsmith.ops._linear.may_pay", lambda *of: pays)
+        loss = model(**inputs, use_cache=False).loss
+        found = {"loss": loss.detach()}
+        if loss.requires_grad:
+            model.zero_grad()
+            loss.backward()
+            found |= {n: p.grad.clone() for n, p in model.named_parameters()}
+    return mode.widths, found
+
+
+# olmo2 and cohere have no decoder layer of ours, and qwen2's projections have biases.
+@pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2", "cohere"])
+@pytest.mark.parametrize("how", ["training", "checkpoints", "no gradients"])
+def test_products_of_one_input_are_one_call(family, how, monkeypatch):
+    if family not in THERE:
+        pytest.skip(f"transformers has no {family}")
+    model = small_model(family)
+    if how == "checkpoints":
+        model.gradient_checkpointing_enable()
+    inputs, layers = inputs_of(family), len(model.model.layers)
+    with patch(model, loss=False), torch.set_grad_enabled(how != "no gradients"):
+        none, expected = joined_in(model, inputs, monkeypatch, pays=False)
+        widths, found = joined_in(model, inputs, monkeypatch)
+    assert none == [] and widths == [3, 2] * layers * (2 if how == "checkpoints" else 1)
+    for n, a in expected.items():
+        torch.testing.assert_close(found[n], a, rtol=1e-4, atol=1e-5, msg=n)
+
+
+def test_products_of_one_input_are_apart_where_somebody_asks(monkeypatch):
+    model, inputs = small_model("cohere"), inputs_of("cohere")
+    layers = len(model.model.layers)
+    with patch(model, linear=False):
+        assert joined_in(model, inputs, monkeypatch)[0] == []
+    seen = []
+    with patch(model):
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.register_forward_hook(lambda *of: seen.append(of))
+        widths, _ = joined_in(model, inputs, monkeypatch)
+        assert widths == [2] * layers and len(seen) == layers
+        with torch.autocast("cpu", torch.bfloat16):
+            assert joined_in(model, inputs, monkeypatch)[0] == []
