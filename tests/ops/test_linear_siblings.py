@@ -61,21 +61,26 @@ def assert_as_right(found, plain, exact):
     assert error(found, exact) <= 2 * error(plain, exact) + step
 
 
+def assert_law(x, weights, biases, dys):
+    """Of results and input gradient, which repeat."""
+    found, plain, exact = [], [], []
+    for _ in range(2):
+        found.append([*OPS.linear_siblings(x, weights, biases), OPS.linear_siblings_input_gradient(dys, weights)])
+    for results, wide in ((plain, False), (exact, True)):
+        of_x, *others = (t.double() if wide and t is not None else t for t in (x, *weights, *biases, *dys))
+        ws, bs, gs = (others[i : i + len(weights)] for i in (0, len(weights), 2 * len(weights)))
+        results += [torch.nn.functional.linear(of_x, w, b) for w, b in zip(ws, bs, strict=True)]
+        results.append(sum(g @ w for g, w in zip(gs, ws, strict=True)))
+    for a, again, b, c in zip(*found, plain, exact, strict=True):
+        assert_as_right(a, b, c)
+        assert bitwise_equal(a, again)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_input_gradients(case, dtype, device):
-    x, weights, biases, dys = made(case, dtype, device)
-    wide = [w.double() for w in weights]
-    ys = OPS.linear_siblings(x, weights, biases)
-    for y, w, v, b in zip(ys, weights, wide, biases, strict=True):
-        plain = torch.nn.functional.linear(x, w, b)
-        assert_as_right(y, plain, torch.nn.functional.linear(x.double(), v, None if b is None else b.double()))
-    dx = OPS.linear_siblings_input_gradient(dys, weights)
-    plain = sum(dy @ w for dy, w in zip(dys, weights, strict=True))
-    assert_as_right(dx, plain, sum(dy.double() @ v for dy, v in zip(dys, wide, strict=True)))
-    again = *OPS.linear_siblings(x, weights, biases), OPS.linear_siblings_input_gradient(dys, weights)
-    assert all(bitwise_equal(a, b) for a, b in zip((*ys, dx), again, strict=True))
+    assert_law(*made(case, dtype, device))
 
 
 @pytest.mark.parametrize("device", OURS)
@@ -99,26 +104,27 @@ def test_one_launch_has_the_bits_of_one_for_each(dtype, device):
     assert all(bitwise_equal(a, y[100:117]) for a, y in zip(some, ys, strict=True))
 
 
+def apart(t):
+    return torch.cat([t, t.new_full((*t.shape[:-1], 8), torch.nan)], -1)[..., : t.shape[-1]]
+
+
+def turned(t):
+    return t.mT.contiguous().mT
+
+
+def off_16_bytes(t):
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_layouts(device):
-    """Rows further apart are ours; transposed ones and weights torch multiplies, or copies."""
+@pytest.mark.parametrize("lie", [apart, turned, off_16_bytes])
+def test_layouts(lie, device):
+    """Rows further apart are ours; the others torch multiplies."""
     x, weights, biases, dys = made("q, k, v", BF16, device)
-    expected = *OPS.linear_siblings(x, weights, biases), OPS.linear_siblings_input_gradient(dys, weights)
-
-    def apart(t):
-        return torch.cat([t, t.new_full((*t.shape[:-1], 8), torch.nan)], -1)[..., : t.shape[-1]]
-
-    def turned(t):
-        return t.mT.contiguous().mT
-
-    def off(t):
-        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
-
-    for lie in (apart, turned, off):
-        vs = [lie(w) for w in weights]
-        found = *OPS.linear_siblings(lie(x), vs, biases), OPS.linear_siblings_input_gradient([*map(lie, dys)], vs)
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    before = OPS._own_product("1") if device != "cpu" else 0
+    assert_law(lie(x), [*map(lie, weights)], biases, [*map(lie, dys)])
+    if device != "cpu":
+        assert (OPS._own_product("1") - before == 4) == (lie is apart)
 
 
 @pytest.mark.skipif(not is_loaded(), reason="counts launches of the simulated device")
