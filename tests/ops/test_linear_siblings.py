@@ -118,7 +118,7 @@ def off_16_bytes(t):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lie", [apart, turned, off_16_bytes])
-def test_layouts(lie, device):
+def test_how_operands_lie(lie, device):
     """Rows further apart are ours; the others torch multiplies."""
     x, weights, biases, dys = made("q, k, v", BF16, device)
     before = OPS._own_product("1") if device != "cpu" else 0
