@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
-from warpsmith.integrations.transformers import patch  # noqa: E402
+from warpsmith.integrations.transformers import add_family, patch  # noqa: E402
 
 from tests.nn.test_linear import OPTIONS  # noqa: E402
 
@@ -258,3 +258,51 @@ def test_products_of_one_input_are_apart_where_somebody_asks(monkeypatch):
         assert widths == [2] * layers and len(seen) == layers
         with torch.autocast("cpu", torch.bfloat16):
             assert joined_in(model, inputs, monkeypatch)[0] == []
+
+
+def apply_rotary_pos_emb(q, k, cos, sin):
+    return ((t * cos + torch.cat((-t[..., 4:], t[..., :4]), -1) * sin) for t in (q, k))
+
+
+class OtherAttention(torch.nn.Module):
+    """Its keys read another tensor, and its values may read the first one when that has changed."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.writes = writes
+
+    def forward(self, hidden_states):
+        q = self.q_proj(hidden_states)
+        k = self.k_proj(hidden_states + 1)
+        if self.writes:
+            hidden_states.mul_(2)
+        v = self.v_proj(hidden_states)
+        angles = torch.linspace(0, 3, hidden_states.shape[1])[None, :, None].to(q) * torch.ones(8).to(q)
+        q, k = apply_rotary_pos_emb(q[:, None], k[:, None], angles.cos(), angles.sin())
+        return q + k + v[:, None]
+
+
+class OtherModel(torch.nn.Module):
+    def __init__(self, writes):
+        super().__init__()
+        self.norm = transformers.models.llama.modeling_llama.LlamaRMSNorm(8)
+        self.attention = OtherAttention(writes)
+
+    def forward(self, x):
+        return self.attention(self.norm(x))
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_another_tensor_or_version_has_its_own_product(writes, monkeypatch):
+    add_family(OtherModel, like="llama")
+    model = OtherModel(writes)
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        expected = model(x)
+        with patch(model) as done, Joined() as mode:
+            assert "OtherAttention" in done.replaced
+            monkeypatch.setattr("warpsmith.ops._linear.may_pay", lambda *of: True)
+            found = model(x)
+    assert mode.widths == [3]
+    torch.testing.assert_close(found, expected)
