@@ -162,15 +162,17 @@ inline void project(const char* op, const Layer& layer, const Tensor& x, const T
 // outs[i] = x @ weights[i]^T + biases[i], in one launch where that pays.
 inline void project(const char* op, const std::vector<Layer>& layers, const Tensor& x,
                     const std::vector<Tensor>& outs) {
-  std::vector<Tensor> weights;
-  std::vector<std::optional<Tensor>> biases;
-  std::vector<const void*> at_biases;
-  for (const Layer& layer : layers) {
-    weights.push_back(as_matrix(op, layer.weight));
-    biases.push_back(bias_like(op, layer, x));
-    at_biases.push_back(const_at(biases.back()));
+  if (may_be_own(outs[0])) {
+    std::vector<Tensor> weights;
+    std::vector<std::optional<Tensor>> biases;
+    std::vector<const void*> at_biases;
+    for (const Layer& layer : layers) {
+      weights.push_back(layer.weight);
+      biases.push_back(bias_like(op, layer, x));
+      at_biases.push_back(const_at(biases.back()));
+    }
+    if (own_products(op, outs, {x}, weights, at_biases)) return;
   }
-  if (own_products(op, outs, {x}, weights, at_biases)) return;
   for (size_t i = 0; i < layers.size(); ++i) project(op, layers[i], x, outs[i]);
 }
 
@@ -335,7 +337,7 @@ inline void input_gradient(const char* op, const std::vector<Tensor>& dzs, const
                            const Tensor& out) {
   if (out.numel() == 0) return;
   std::vector<Tensor> weights;
-  for (const Layer& layer : layers) weights.push_back(as_matrix(op, layer.weight));
+  for (const Layer& layer : layers) weights.push_back(layer.weight);
   if (own_products(op, {out}, dzs, weights)) return;
   for (size_t i = 0; i < layers.size(); ++i) input_gradient(op, dzs[i], layers[i], out, /*add=*/i > 0);
 }

@@ -100,7 +100,7 @@ inline bool own_products([[maybe_unused]] const char* op, [[maybe_unused]] const
   (nt ? p.inner : p.columns) = weights[0].size(1);
   for (size_t i = 0; i < weights.size(); ++i) {
     const Tensor &a = factors[nt ? 0 : i], &b = weights[i];
-    if (b.size(0) == 0 || b.stride(1) != 1 || a.stride(1) != 1) return false;
+    if (b.size(0) == 0 || b.stride(1) != 1 || b.stride(0) < b.size(1) || a.stride(1) != 1) return false;
     ProductSibling& s = p.siblings[p.sibling_count++];
     s.b = b.const_data_ptr();
     s.b_stride = b.stride(0);
