@@ -69,6 +69,8 @@ class _Layer(StandIn):
         return functools.partial(self._project, name, found) if shared else found
 
     def _project(self, name: str, layer: Any, x: Tensor) -> Tensor:
+        if type(x) is not Tensor:
+            return layer(x)
         read = x, None if x.is_inference() else x._version
         if self._read is None:
             self._read = read

@@ -36,7 +36,7 @@ def is_free(module: nn.Module) -> bool:
 
 def joined(layers: Sequence[Any], x: Tensor) -> Sequence[Tensor] | None:
     """What linear layers that we have patched make of one input, if that may be one launch."""
-    if not all(is_ours(layer) and is_product(layer) for layer in layers):
+    if type(x) is not Tensor or not all(is_ours(layer) and is_product(layer) for layer in layers):
         return None
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     return linears(x, weights, biases) if may_join(x, weights, biases) else None

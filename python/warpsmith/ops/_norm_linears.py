@@ -35,21 +35,15 @@ def _are_plain(*tensors: Tensor) -> bool:
     )
 
 
-def _need_gradients(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
 def fits(*tensors: Tensor) -> bool:
     """Whether :func:`norm_linears` may stand for the ops that it is made of: a gradient is needed, and all tensors are
     plain."""
-    return _need_gradients(*tensors) and _are_plain(*tensors)
+    return torch.is_grad_enabled() and _are_plain(*tensors) and any(t.requires_grad for t in tensors)
 
 
 def may_join(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
     """Whether :func:`linears` may stand for its layers, and have their products in one launch."""
-    if type(x) is not Tensor or not _linear.may_pay(x, *weights):
-        return False
-    return _are_plain(x, *weights, *(b for b in biases if b is not None))
+    return _linear.may_pay(x, *weights) and _are_plain(x, *weights, *(b for b in biases if b is not None))
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -180,6 +174,6 @@ def norm_linears(
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """``x @ W.T + b`` for each W (F, D) and b (F) or None. x: (..., D). All are such as :func:`may_join` asks for."""
-    if _need_gradients(x, *weights, *(b for b in biases if b is not None)):
+    if fits(x, *weights, *(b for b in biases if b is not None)):
         return _Linears.apply(x, *weights, *biases)
     return products(x, weights, biases)
