@@ -110,24 +110,22 @@ def _fake_backward(
 def _fake_statistics(x: Tensor) -> Tensor:
     checks.float_dtype(NAME + "_statistics", "x", x)
     check_dimensions(NAME + "_statistics", x)
-    return x.new_empty((2, x.shape[1]), dtype=torch.float64)
+    return x.new_empty((3, x.shape[1]), dtype=torch.float64)
 
 
-def _fake_backward_of_ranks(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    mask: Tensor,
-    means: Tensor,
-    relu: bool,
-    want_dx: bool,
-    want_dresidual: bool,
-) -> tuple[Tensor, ...]:
-    wants = want_dx, want_dresidual, False, False
-    return _fake_backward(dy, x, weight, bias, mean, rstd, mask, True, relu, *wants)[:2]
+def _fake_forward_of_ranks(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    *given, of_ranks, momentum, eps, relu = others
+    y, _, _, *more = _fake_forward(x, *given, given[3] is None, momentum, eps, relu)
+    return (y, *more)
+
+
+def _fake_sums(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    given = (*others[:-3], True, others[-3], False, False, *others[-2:])
+    return (x.new_empty((2, x.shape[1]), dtype=torch.float64), *_fake_backward(dy, x, *given)[2:])
+
+
+def _fake_backward_of_ranks(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return _fake_backward(dy, x, *(*others[:-5], True, *others[-3:], False, False))[:2]
 
 
 register_fake(NAME, _fake_traced)
@@ -135,6 +133,8 @@ register_fake(NAME + "_forward", _fake_forward)
 register_fake(NAME + "_inference", _fake_inference)
 register_fake(NAME + "_backward", _fake_backward)
 register_fake(NAME + "_statistics", _fake_statistics)
+register_fake(NAME + "_forward_of_ranks", _fake_forward_of_ranks)
+register_fake(NAME + "_sums", _fake_sums)
 register_fake(NAME + "_backward_of_ranks", _fake_backward_of_ranks)
 
 
