@@ -9,6 +9,8 @@ price is a quotient within one run. Shapes are M x K x N, of mlp and gated_linea
     mlp, gated_linear  forward and backward, and the backward alone
     linear_own         each product by our Hopper kernels, beside the library's and the bare product; of a gated layer
                        beside both products bare
+    linear_siblings    several weights of one input, M x K x N x N...: forward and input gradient in one launch of ours,
+                       beside a product for each as linear layers choose it ("apart") and torch's
     matmul_symmetric   count x M x K: x @ x.mT, and a product of the result with itself and an addend, as Muon has it
     linear_host        the host's time of a call of a small linear, beside F.linear's
 """
@@ -163,6 +165,65 @@ def own(op, products, device, options):
     return rows
 
 
+SIBLING_SHAPES = (
+    (8192, 2048, 2048, 512, 512), (16384, 4096, 4096, 1024, 1024), (2048, 4096, 4096, 1024, 1024),
+    (12288, 1536, 1536, 256, 256), (8192, 2048, 8192, 8192), (16384, 4096, 14336, 14336),
+)  # fmt: skip
+
+
+def siblings(device, options):
+    ops = torch.ops.warpsmith
+    switch = getattr(ops, "_own_product", None)
+    if device != "cuda" or switch is None:
+        return []
+    rows = []
+    for shape in options.shapes(device, SIBLING_SHAPES, (), (8, 16, 32, 8)):
+        m, k, *widths = shape
+        x, *others = (t.detach() for t in leaves(device, (m, k), *((n, k) for n in widths), *((m, n) for n in widths)))
+        weights, dys = others[: len(widths)], others[len(widths) :]
+        none = x.new_empty(0)
+
+        def asked(how, call):
+            def timed_call():
+                switch(how)
+                try:
+                    return call()
+                finally:
+                    switch("auto")
+
+            return timed_call
+
+        def forward(x=x, weights=weights):
+            return ops.linear_siblings(x, weights, [None] * len(weights))
+
+        def apart(x=x, weights=weights):
+            return [ops.linear_inference(x, None, w, None, None, 0) for w in weights]
+
+        def torchs(x=x, weights=weights):
+            return [F.linear(x, w) for w in weights]
+
+        def gradient(dys=dys, weights=weights):
+            return ops.linear_siblings_input_gradient(dys, weights)
+
+        def added(first, dys=dys, weights=weights):
+            dx = first(dys[0], weights[0])
+            for dy, w in zip(dys[1:], weights[1:], strict=True):
+                dx.addmm_(dy, w)
+            return dx
+
+        def first_of_ours(dy, weight, none=none):
+            return ops.linear_backward(dy, None, weight, None, none, 0, None, True, False, False)[0]
+
+        of = {
+            "forward": (forward, apart, torchs),
+            "input gradient": (gradient, functools.partial(added, first_of_ours), functools.partial(added, torch.mm)),
+        }
+        for direction, (ours, each, theirs) in of.items():
+            calls = {OURS: asked("1", ours), "apart": asked("auto", each), "torch": theirs}
+            rows += timed(cell("linear_siblings", shape, x, direction), calls, device, options)
+    return rows
+
+
 SYMMETRIC_SHAPES = ((16, 2048, 2048), (4, 4096, 4096), (1, 8192, 8192), (8, 2048, 8192), (1, 2048, 2048))
 
 
@@ -264,6 +325,7 @@ OPS = {
     "linear_gelu_tanh": functools.partial(forward, "linear_gelu_tanh", "gelu_tanh"),
     "linear_main_grad": main_grad,
     "linear_own": functools.partial(own, "linear_own", products_of),
+    "linear_siblings": siblings,
     "matmul_symmetric": symmetric,
     "linear_host": functools.partial(host, "linear", warpsmith.linear),
     "mlp": functools.partial(

@@ -400,8 +400,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_linear_backward_into(
   if (want_dup_weight) of_weight(dup->rows, pair.up, up_main_grad, dup_weight);
   if (want_dx) {
     const New to(op, "gradient of x", x_any, pair.gate.in);
-    input_gradient(op, dgate->rows, pair.gate, to.rows);
-    input_gradient(op, dup->rows, pair.up, to.rows, /*add=*/true);
+    input_gradient(op, {dgate->rows, dup->rows}, {pair.gate, pair.up}, to.rows);
     dx = to.any;
   }
   return {dx, dgate_weight, dup_weight, dgate_bias, dup_bias};
@@ -429,6 +428,52 @@ std::tuple<Tensor, Tensor, Tensor> gated_linear_backward_main_grads(
   return {dx, dgate_bias, dup_bias};
 }
 
+// ---- several layers of one input: what norm_linears and its like are made of in Python
+
+std::vector<Layer> check_layers(const char* op, const Tensor& like, Dtype dtype, int64_t in,
+                                const std::vector<Tensor>& weights, const std::vector<OptionalTensor>& biases) {
+  if (weights.empty() || weights.size() != biases.size())
+    refuse(op, "biases", "one for each of one or more weights", std::to_string(biases.size()));
+  std::vector<Layer> layers;
+  for (size_t i = 0; i < weights.size(); ++i)
+    layers.push_back(check_layer(op, like, dtype, in, "weights", weights[i], "biases", biases[i]));
+  return layers;
+}
+
+std::vector<Tensor> linear_siblings(Tensor x_any, std::vector<Tensor> weights, std::vector<OptionalTensor> biases) {
+  const char* op = "linear_siblings";
+  const Dtype dtype = check_x(op, x_any);
+  const std::vector<Layer> layers = check_layers(op, x_any, dtype, last(x_any), weights, biases);
+  const OnDeviceOf device(x_any);
+  std::vector<Tensor> outs, matrices;
+  for (const Layer& layer : layers) {
+    const New y(op, "y", x_any, layer.out);
+    outs.push_back(y.any);
+    matrices.push_back(y.rows);
+  }
+  project(op, layers, rows_of(op, "x", x_any), matrices);
+  return outs;
+}
+
+// The gradient of the input of layers of these weights.
+Tensor linear_siblings_input_gradient(std::vector<Tensor> dys, std::vector<Tensor> weights) {
+  const char* op = "linear_siblings_input_gradient";
+  if (weights.empty() || weights.size() != dys.size())
+    refuse(op, "dys", "one for each of one or more weights", std::to_string(dys.size()));
+  const Dtype dtype = check_dy(op, dys[0]);
+  check_dtype(op, "weights", weights[0], dtype);
+  if (weights[0].dim() != 2) refuse(op, "weights", "two dimensions", shape_text(weights[0]));
+  const std::vector<Layer> layers =
+      check_layers(op, dys[0], dtype, weights[0].size(1), weights, std::vector<OptionalTensor>(weights.size()));
+  for (size_t i = 0; i < dys.size(); ++i) check_rows(op, "dys", dys[i], dys[0], layers[i].out, dtype);
+  const OnDeviceOf device(dys[0]);
+  std::vector<Tensor> dzs;
+  for (const Tensor& dy : dys) dzs.push_back(rows_of(op, "dys", dy));
+  const New dx(op, "gradient of x", dys[0], layers[0].in);
+  input_gradient(op, dzs, layers, dx.rows);
+  return dx.any;
+}
+
 WARPSMITH_SCHEMAS(m) {
   const auto def = [&](const std::string& op, const std::string& inputs, const std::string& kept) {
     for (const char* form : {"", "_forward"}) m.def((op + form + "(" + inputs + ") -> (Tensor y" + kept + ")").c_str());
@@ -445,6 +490,9 @@ WARPSMITH_SCHEMAS(m) {
   m.def(
       "linear_backward_main_grad(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor z, Tensor(a!) main_grad, int "
       "activation, bool want_dx, bool want_dbias, bool batch_invariant=False) -> (Tensor dx, Tensor dbias)");
+
+  m.def("linear_siblings(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]");
+  m.def("linear_siblings_input_gradient(Tensor[] dys, Tensor[] weights) -> Tensor dx");
 
   const std::string mlp_inputs = "Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int activation";
   def("mlp", mlp_inputs, ", Tensor z, Tensor h");
@@ -476,6 +524,8 @@ WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl("linear_inference", TORCH_BOX(&linear_inference));
   m.impl("linear_backward", TORCH_BOX(&linear_backward));
   m.impl("linear_backward_main_grad", TORCH_BOX(&linear_backward_main_grad));
+  m.impl("linear_siblings", TORCH_BOX(&linear_siblings));
+  m.impl("linear_siblings_input_gradient", TORCH_BOX(&linear_siblings_input_gradient));
   m.impl("mlp", TORCH_BOX(&mlp_forward));
   m.impl("mlp_forward", TORCH_BOX(&mlp_forward));
   m.impl("mlp_inference", TORCH_BOX(&mlp_inference));

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import warpsmith
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
-from warpsmith.integrations.transformers import patch  # noqa: E402
+from warpsmith.integrations.transformers import add_family, patch  # noqa: E402
 
 from tests.nn.test_linear import OPTIONS  # noqa: E402
 
-from .families import small_model  # noqa: E402
+from .families import THERE, inputs_of, small_model  # noqa: E402
 from .test_patch import TOKENS, loss_and_gradients, model_of  # noqa: E402
 
 WITH_LAYERS = ["llama", "qwen3", "mistral", "gemma2"]
@@ -198,3 +199,110 @@ def test_a_layer_multiplies_by_our_products_where_they_may_pay(monkeypatch):
     assert len(asked) >= 2 * 7  # of a layer: forward of six at least, input gradients of two
     for a, b in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True):
         assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+
+class Joined(TorchDispatchMode):
+    """Counts the weights of each call that makes several products of one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.widths = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.warpsmith.linear_siblings.default:
+            self.widths.append(len(args[1]))
+        return func(*args, **kwargs or {})
+
+
+def joined_in(model, inputs, monkeypatch, pays=True):
+    """(How many weights each call had, loss and gradients or logits) where one launch of several products may pay."""
+    with monkeypatch.context() as patched, Joined() as mode:
+        patched.setattr("warpsmith.ops._linear.may_pay", lambda *of: pays)
+        loss = model(**inputs, use_cache=False).loss
+        found = {"loss": loss.detach()}
+        if loss.requires_grad:
+            model.zero_grad()
+            loss.backward()
+            found |= {n: p.grad.clone() for n, p in model.named_parameters()}
+    return mode.widths, found
+
+
+# olmo2 and cohere have no decoder layer of ours, and qwen2's projections have biases.
+@pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2", "cohere"])
+@pytest.mark.parametrize("how", ["training", "checkpoints", "no gradients"])
+def test_products_of_one_input_are_one_call(family, how, monkeypatch):
+    if family not in THERE:
+        pytest.skip(f"transformers has no {family}")
+    model = small_model(family)
+    if how == "checkpoints":
+        model.gradient_checkpointing_enable()
+    inputs, layers = inputs_of(family), len(model.model.layers)
+    with patch(model, loss=False), torch.set_grad_enabled(how != "no gradients"):
+        none, expected = joined_in(model, inputs, monkeypatch, pays=False)
+        widths, found = joined_in(model, inputs, monkeypatch)
+    assert none == [] and widths == [3, 2] * layers * (2 if how == "checkpoints" else 1)
+    for n, a in expected.items():
+        torch.testing.assert_close(found[n], a, rtol=1e-4, atol=1e-5, msg=n)
+
+
+def test_products_of_one_input_are_apart_where_somebody_asks(monkeypatch):
+    model, inputs = small_model("cohere"), inputs_of("cohere")
+    layers = len(model.model.layers)
+    with patch(model, linear=False):
+        assert joined_in(model, inputs, monkeypatch)[0] == []
+    seen = []
+    with patch(model):
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.register_forward_hook(lambda *of: seen.append(of))
+        widths, _ = joined_in(model, inputs, monkeypatch)
+        assert widths == [2] * layers and len(seen) == layers
+        with torch.autocast("cpu", torch.bfloat16):
+            assert joined_in(model, inputs, monkeypatch)[0] == []
+
+
+def apply_rotary_pos_emb(q, k, cos, sin):
+    return ((t * cos + torch.cat((-t[..., 4:], t[..., :4]), -1) * sin) for t in (q, k))
+
+
+class OtherAttention(torch.nn.Module):
+    """Its keys read another tensor, and its values may read the first one when that has changed."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.writes = writes
+
+    def forward(self, hidden_states):
+        q = self.q_proj(hidden_states)
+        k = self.k_proj(hidden_states + 1)
+        if self.writes:
+            hidden_states.mul_(2)
+        v = self.v_proj(hidden_states)
+        angles = torch.linspace(0, 3, hidden_states.shape[1])[None, :, None].to(q) * torch.ones(8).to(q)
+        q, k = apply_rotary_pos_emb(q[:, None], k[:, None], angles.cos(), angles.sin())
+        return q + k + v[:, None]
+
+
+class OtherModel(torch.nn.Module):
+    def __init__(self, writes):
+        super().__init__()
+        self.norm = transformers.models.llama.modeling_llama.LlamaRMSNorm(8)
+        self.attention = OtherAttention(writes)
+
+    def forward(self, x):
+        return self.attention(self.norm(x))
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_another_tensor_or_version_has_its_own_product(writes, monkeypatch):
+    add_family(OtherModel, like="llama")
+    model = OtherModel(writes)
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        expected = model(x)
+        with patch(model) as done, Joined() as mode:
+            assert "OtherAttention" in done.replaced
+            monkeypatch.setattr("warpsmith.ops._linear.may_pay", lambda *of: True)
+            found = model(x)
+    assert mode.widths == [3]
+    torch.testing.assert_close(found, expected)

@@ -128,6 +128,8 @@ def _below_the_package():
         given = dy, x, *pair, *found[1:]
         sums = raw.batch_norm_sums(*given, relu, True, True)[0]
         raw.batch_norm_backward_of_ranks(*given, torch.stack([sums, sums]), of_ranks, relu, True, False)
+    weights, biases = [torch.randn(n, 3) for n in (4, 2)], [torch.randn(4), torch.randn(2)]
+    raw.linear_siblings_input_gradient(raw.linear_siblings(torch.randn(5, 3), weights, biases), weights)
     for scaling in range(3):
         raw.scaled_linear_cast(torch.randn(32, 16), scaling, True, True)
     raw.fp8_scale(raw.fp8_amax(torch.randn(5, 3), True), torch.float8_e5m2, True)

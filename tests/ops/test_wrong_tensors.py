@@ -18,7 +18,7 @@ ROWS, SHAPE = "fewer rows", "(a wider row|fewer rows|one dimension more|no dimen
 # Sizes of which no other tensor of the call has one: "op argument kind".
 FREE = re.compile(
     rf"(bias_\w+|\w*(layer|rms)_norm(_forward|_inference|_fp8)?) x {ROWS}"
-    rf"|(mlp|gated_linear|scaled_linear)(_forward|_inference)? x {ROWS}"
+    rf"|(mlp|gated_linear|scaled_linear|linear_siblings)(_forward|_inference)? x {ROWS}"
     rf"|(relu_squared\w*|(log_)?softmax(_forward)?|linear_cross_entropy_scale\w) x {SHAPE}"
     rf"|batch_norm_forward_of_ranks of_ranks {ROWS}"
     rf"|(clip_grads|unscale_grads|grad_\w+) (tensors|like|partials) ({SHAPE}|integers|complex)"

@@ -165,7 +165,7 @@ TEST(every_product_of_several_tiles) {
   const SeedsAtMost few(3);
   for (const ProductKernel& kernel : kProducts)
     for (int multiprocessors : {4, 10, 14}) {
-      if ((!kernel.splits && multiprocessors > 4) || kernel.symmetric()) continue;
+      if ((!kernel.splits && multiprocessors > 4) || kernel.symmetric() || kernel.siblings()) continue;
       const int64_t m = 2 * kernel.tile.rows * kernel.tile.cluster_rows + 17, n = kernel.splits ? 24 : 264;
       on_machine(multiprocessors, 90, [&] {
         compare(kernel, true, m, n, 208, 0, true, true);
@@ -209,9 +209,119 @@ RANDOM_TEST(products_of_any_size) {
   NEEDS_SM90_CODE;
   const ProductKernel& kernel = kProducts[random.integer(0, std::size(kProducts) - 1)];
   const int64_t m = random.size(1, 300), n = 8 * random.size(1, 40), k = random.size(1, 140);
-  if (kernel.symmetric()) return;
+  if (kernel.symmetric() || kernel.siblings()) return;
   on_machine(2, 90,
              [&] { compare(kernel, random.coin(), m, n, k, 8 * random.integer(0, 1), random.coin(), random.coin()); });
+}
+
+// ---- several weights in one launch
+
+// Small integers. nt: x [m, common] by weights [width, common], of which the bits of `biased` say which have a bias.
+// nn: the sum of products of [m, width] and [width, common]. Rows of what is read lie `gap` elements further apart.
+template <class T> struct Siblings {
+  bool nt;
+  int64_t m, common, gap;
+  std::vector<int64_t> widths;
+  unsigned biased = 0;
+
+  void run_and_compare() const {
+    Random random(7);
+    std::vector<Buffer<T>> kept;  // moves no memory
+    kept.reserve(16);
+    const auto drawn = [&](int64_t rows, int64_t stride) -> const T* {
+      Buffer<T>& x = kept.emplace_back(static_cast<size_t>(rows * stride));
+      for (size_t i = 0; i < x.size(); ++i) x[i] = from_float<T>(static_cast<float>(random.bits() % 3) - 1.0f);
+      return x.data();
+    };
+    const auto at = [](const void* x, int64_t i) { return static_cast<double>(to_float(static_cast<const T*>(x)[i])); };
+    const auto stride = [&](int64_t width) { return (width + 7) / 8 * 8 + gap; };
+    ProductParams p;
+    p.layout = nt ? ProductLayout::nt : ProductLayout::nn, p.epilogue = Epilogue::siblings;
+    p.dtype = std::is_same_v<T, bfloat16> ? Dtype::bfloat16 : Dtype::float16;
+    p.rows = m, (nt ? p.inner : p.columns) = common;
+    if (nt) p.a_stride = stride(common), p.a = drawn(m, p.a_stride);
+    std::vector<Buffer<T>> outs;
+    outs.reserve(kMostSiblings);
+    std::vector<std::vector<double>> expected;
+    const auto add_out = [&](int64_t columns) {
+      expected.emplace_back(static_cast<size_t>(m * columns));
+      return outs.emplace_back(expected.back().size()).data();
+    };
+    if (!nt) p.out = add_out(common);
+    for (const int64_t width : widths) {
+      ProductSibling& s = p.siblings[p.sibling_count];
+      s.width = width, s.b_stride = stride(common), s.b = drawn(width, s.b_stride);
+      if (nt) s.out = add_out(width);
+      if (!nt) s.a_stride = stride(width), s.a = drawn(m, s.a_stride);
+      if (biased >> p.sibling_count & 1) s.bias = drawn(1, width);
+      for (int64_t i = 0; i < m; ++i)
+        for (int64_t j = 0; j < width; ++j) {
+          double sum = s.bias ? at(s.bias, j) : 0;
+          for (int64_t k = 0; k < common; ++k) {
+            const double b = at(s.b, j * s.b_stride + k);
+            nt ? sum += at(p.a, i * p.a_stride + k) * b
+               : expected[0][static_cast<size_t>(i * common + k)] += at(s.a, i * s.a_stride + j) * b;
+          }
+          if (nt) expected.back()[static_cast<size_t>(i * width + j)] = sum;
+        }
+      (nt ? p.columns : p.inner) += width;
+      ++p.sibling_count;
+    }
+    under_every_seed([&] {
+      for (Buffer<T>& out : outs) out.poison();
+      expect_ok(product_cuda(p, {find_product({p.layout, p.epilogue, false, kWideTile})}, nullptr));
+      for (size_t i = 0; i < outs.size(); ++i) expect_close("out", outs[i], expected[i], {});
+    });
+  }
+};
+
+// Several tiles a cluster, of one weight and of the next; weights that end within a tile and within a stage.
+TEST(several_weights_in_one_launch) {
+  NEEDS_SM90_CODE;
+  const SeedsAtMost few(3);
+  on_machine(4, 90, [&] {
+    for (const bool nt : {true, false}) {
+      Siblings<bfloat16>{nt, 280, 208, 0, {264, 8, 72}, nt ? 5u : 0}.run_and_compare();
+      Siblings<float16>{nt, 17, 72, 8, {72, 72, 328}, nt ? 2u : 0}.run_and_compare();
+      Siblings<bfloat16>{nt, 530, 264, 0, {136, 264}}.run_and_compare();
+    }
+  });
+}
+
+RANDOM_TEST(several_weights_of_any_size) {
+  NEEDS_SM90_CODE;
+  const bool nt = random.coin();
+  std::vector<int64_t> widths;
+  for (int64_t i = random.integer(2, kMostSiblings); i > 0; --i) widths.push_back(8 * random.size(1, 40));
+  const int64_t m = random.size(1, 300), common = 8 * random.size(1, 20), gap = 8 * random.integer(0, 1);
+  const auto biased = static_cast<unsigned>(nt ? random.integer(0, 7) : 0);
+  on_machine(static_cast<int>(2 * random.integer(1, 2)), 90, [&] {
+    random.coin() ? Siblings<bfloat16>{nt, m, common, gap, widths, biased}.run_and_compare()
+                  : Siblings<float16>{nt, m, common, gap, widths, biased}.run_and_compare();
+  });
+}
+
+// Queries, keys and values of models, whose widths are {q, k, k}, on 66 clusters.
+TEST(several_weights_are_one_launch_where_that_takes_fewer_waves) {
+  const auto problem = [](ProductLayout layout, int64_t rows, int64_t common, int64_t q, int64_t k) {
+    const bool nt = layout == ProductLayout::nt;
+    ProductProblem p{rows, nt ? q + 2 * k : common, nt ? common : q + 2 * k, layout, Epilogue::siblings};
+    p.widths[0] = q, p.widths[1] = p.widths[2] = k;
+    return p;
+  };
+  const auto waves = [&](int64_t rows, int64_t common, int64_t q, int64_t k) {
+    const ProductProblem p = problem(ProductLayout::nt, rows, common, q, k);
+    expect((choose_product(p).kernel != nullptr) == (sibling_waves(p, true) < sibling_waves(p, false)), "chosen");
+    return std::pair(sibling_waves(p, false), sibling_waves(p, true));
+  };
+  expect(waves(8192, 2048, 2048, 512) == std::pair<int64_t, int64_t>(6, 6), "Llama 1.2B");
+  expect(waves(16384, 4096, 4096, 1024) == std::pair<int64_t, int64_t>(24, 24), "Llama 8B");
+  expect(waves(12288, 1536, 1536, 256) == std::pair<int64_t, int64_t>(7, 6), "Qwen2 1.5B");
+  expect(waves(2048, 4096, 4096, 1024) == std::pair<int64_t, int64_t>(4, 3), "Llama 8B, few rows");
+  const auto gradient = [&](int64_t rows, int64_t q) {
+    return choose_product(problem(ProductLayout::nn, rows, 2048, q, 512)).kernel != nullptr;
+  };
+  expect(gradient(8192, 2048) && !gradient(1024, 2048) && !gradient(8192, 16384), "input gradients");
 }
 
 // ---- symmetric products

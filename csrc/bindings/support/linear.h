@@ -159,6 +159,23 @@ inline void project(const char* op, const Layer& layer, const Tensor& x, const T
     multiply(out, x, weight);
 }
 
+// outs[i] = x @ weights[i]^T + biases[i], in one launch where that pays.
+inline void project(const char* op, const std::vector<Layer>& layers, const Tensor& x,
+                    const std::vector<Tensor>& outs) {
+  if (may_be_own(outs[0])) {
+    std::vector<Tensor> weights;
+    std::vector<std::optional<Tensor>> biases;
+    std::vector<const void*> at_biases;
+    for (const Layer& layer : layers) {
+      weights.push_back(layer.weight);
+      biases.push_back(bias_like(op, layer, x));
+      at_biases.push_back(const_at(biases.back()));
+    }
+    if (own_products(op, outs, {x}, weights, at_biases)) return;
+  }
+  for (size_t i = 0; i < layers.size(); ++i) project(op, layers[i], x, outs[i]);
+}
+
 // y = f(x @ gate^T + bias) (x @ up^T + bias) by our product, which writes both factors before f where they are wanted.
 // False where it does not run.
 inline bool project_gated(const char* op, const Layer& gate, const Layer& up, LinearActivation activation,
@@ -313,6 +330,16 @@ inline void input_gradient(const char* op, const Tensor& dz, const Layer& layer,
     multiply_add(out, out, dz, weight);
   else if (!own_product(op, out, dz, weight, {.invariant = invariant && layer.out > 0}))
     multiply(out, dz, weight);
+}
+
+// out = the sum of dzs[i] @ weights[i], in one launch where that pays; else in the order of the layers.
+inline void input_gradient(const char* op, const std::vector<Tensor>& dzs, const std::vector<Layer>& layers,
+                           const Tensor& out) {
+  if (out.numel() == 0) return;
+  std::vector<Tensor> weights;
+  for (const Layer& layer : layers) weights.push_back(layer.weight);
+  if (own_products(op, {out}, dzs, weights)) return;
+  for (size_t i = 0; i < layers.size(); ++i) input_gradient(op, dzs[i], layers[i], out, /*add=*/i > 0);
 }
 
 // dz = (dy @ weight) f'(z), and the bias's gradient of the layer that made z, if it is wanted: by our product, which

@@ -1,5 +1,6 @@
 #pragma once
 #include <optional>
+#include <vector>
 
 #include "bindings/support/device.h"
 #include "bindings/support/tensor.h"
@@ -78,6 +79,40 @@ inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const 
   return run_own_product(op, out, p);
 #else
   return not_own(op, p, kCpu);
+#endif
+}
+
+// The products of several weights [width, K], all in one launch; false, and nothing is written, where that does not run
+// or pay. Of one factor x, whose results have the widths: outs[i] = x @ weights[i]^T + biases[i], null for none. Of a
+// factor for each weight, of its width: outs[0] = the sum of factors[i] @ weights[i].
+inline bool own_products([[maybe_unused]] const char* op, [[maybe_unused]] const std::vector<Tensor>& outs,
+                         [[maybe_unused]] const std::vector<Tensor>& factors,
+                         [[maybe_unused]] const std::vector<Tensor>& weights,
+                         [[maybe_unused]] const std::vector<const void*>& biases = {}) {
+#if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
+  if (weights.size() < 2 || weights.size() > kMostSiblings || !may_be_own(outs[0])) return false;
+  const bool nt = factors.size() == 1;
+  ProductParams p;
+  p.layout = nt ? ProductLayout::nt : ProductLayout::nn;
+  p.epilogue = ProductEpilogue::siblings;
+  p.dtype = float_dtype(op, "x", factors[0]);
+  p.rows = factors[0].size(0);
+  (nt ? p.inner : p.columns) = weights[0].size(1);
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const Tensor &a = factors[nt ? 0 : i], &b = weights[i];
+    if (b.size(0) == 0 || b.stride(1) != 1 || b.stride(0) < b.size(1) || a.stride(1) != 1) return false;
+    ProductSibling& s = p.siblings[p.sibling_count++];
+    s.b = b.const_data_ptr();
+    s.b_stride = b.stride(0);
+    (nt ? p.columns : p.inner) += s.width = b.size(0);
+    (nt ? p.a : s.a) = a.const_data_ptr();
+    (nt ? p.a_stride : s.a_stride) = a.stride(0);
+    if (nt) s.out = outs[i].mutable_data_ptr(), s.bias = biases[i];
+  }
+  if (!nt) p.out = outs[0].mutable_data_ptr();
+  return run_own_product(op, outs[0], p);
+#else
+  return false;
 #endif
 }
 

@@ -39,6 +39,15 @@ struct MirrorParams {
 Status mirror_cuda(const MirrorParams& params, void* stream);
 Status mirror_cpu(const MirrorParams& params, const Parallel& parallel);
 
+// One weight's part of `siblings`. nt: out [rows, width] = a b^T + bias, of b [width, inner] and the a of all. nn: a
+// [rows, width] and b [width, columns], whose product is added to the others'.
+struct ProductSibling {
+  const void *a = nullptr, *b = nullptr;
+  int64_t a_stride = 0, b_stride = 0, width = 0;
+  void* out = nullptr;         // contiguous
+  const void* bias = nullptr;  // [width] or null
+};
+
 // out = epilogue(sum over k of a[m, k] b[n, k]) by the Hopper kernels. The rows of a matrix are adjacent or `stride`
 // elements apart. 8-bit floats are counted in pairs: `inner` and the strides of a and b are half of their numbers.
 struct ProductParams {
@@ -71,6 +80,9 @@ struct ProductParams {
   const float *a_scale = nullptr, *b_scale = nullptr;  // [rows], [columns], or [1] each; null: 1
   bool scales_of_rows = false;                         // whether there is one a row and one a column
   bool promotes = false;                               // sums of more than 128 terms are made in float32
+  // `siblings`: in the place of b, out and bias (nt; columns: the sum of widths), or of a and b (nn; inner: that sum).
+  ProductSibling siblings[kMostSiblings] = {};
+  int sibling_count = 0;
 };
 
 // Whether the kernels multiply the problem, and which. Depends on the current device and on what has been asked for.

@@ -25,7 +25,15 @@ bool is_aligned(const ProductParams& p) {
   const auto rows_fit = [&](const void* base, int64_t stride, int64_t rows) {
     return rows_on_16_bytes(base, stride, rows, p.dtype);
   };
-  return rows_fit(p.a, p.a_stride, tn ? p.inner : p.rows) && rows_fit(p.b, p.b_stride, nt ? p.columns : p.inner) &&
+  const auto siblings_fit = [&] {
+    for (const ProductSibling& s : p.siblings)
+      if (!rows_fit(s.a, s.a_stride, p.rows) || !rows_fit(s.b, s.b_stride, s.width) || !on_16_bytes(s.bias) ||
+          !rows_fit(s.out, s.width, p.rows) || (s.bias && s.width % 8 != 0))
+        return false;
+    return true;
+  };
+  return siblings_fit() && rows_fit(p.a, p.a_stride, tn ? p.inner : p.rows) &&
+         rows_fit(p.b, p.b_stride, nt ? p.columns : p.inner) &&
          rows_on_16_bytes(p.out, p.columns, p.rows, p.epilogue == ProductEpilogue::wide ? Dtype::float32 : p.dtype) &&
          rows_fit(p.z, p.z_stride, p.rows) && rows_fit(p.up, p.up_stride, p.columns) &&
          rows_fit(p.up_z, p.z_stride, p.rows) && rows_on_16_bytes(p.a, p.a_apart, p.batches, p.dtype) &&
@@ -62,6 +70,7 @@ Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
   problem.batches = p.batches;
   problem.factors = p.factors;
   problem.promotes = p.promotes;
+  for (int i = 0; i < p.sibling_count; ++i) problem.widths[i] = p.siblings[i].width;
   if (problem.asked != OwnProduct::never) {
     DeviceProperties device;
     WARPSMITH_RETURN_IF_FAILED(device_properties(device));

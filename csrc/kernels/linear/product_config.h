@@ -23,6 +23,7 @@ enum class ProductEpilogue : uint8_t {
   gated,       // two sums, of b and of up: z = sum + bias and up_z likewise, kept or not; out = f(z) * up_z, rounded z
   wide,        // out = sum or out += sum, in float32
   symmetric,   // out = alpha sum + beta z, of the rounded product; symmetric: tiles below the diagonal are mirrored
+  siblings,    // `store`, of several weights: nt has one a and an out for each b, nn one sum of all a b
 };
 
 // Of a product. 8-bit floats multiply in layout nt alone, with `store`: the scaled sum is stored.
@@ -39,6 +40,7 @@ constexpr bool hands_over(ProductEpilogue e) {
 
 constexpr int kConsumerWarps = 8;  // of a block
 constexpr int kFinishers = 3;      // warps of a block, where panels are handed over
+constexpr int kMostSiblings = 3;   // weights of one launch
 
 // Partial sums of a column of `derivative`. A finisher adds 16 rows of each consumer warp whose panel it takes: row r
 // of column c is in sum r / 128 * 3 + (r / 16 % 8 + c / 64 % 4) % 3.
@@ -74,6 +76,7 @@ struct ProductKernel {
   }
   constexpr bool gated() const { return epilogue == ProductEpilogue::gated; }
   constexpr bool symmetric() const { return epilogue == ProductEpilogue::symmetric; }
+  constexpr bool siblings() const { return epilogue == ProductEpilogue::siblings; }
   constexpr bool computes() const { return gated() || symmetric() || hands_over(); }
   constexpr bool hands_over() const { return warpsmith::hands_over(epilogue); }
   // Of 384 threads with 168 registers at launch, all of which are given out: to the loader's warpgroup, with the
@@ -99,8 +102,10 @@ constexpr ProductKernel kProducts[] = {
     {ProductLayout::nt, ProductEpilogue::residual, false, kWideTile},
     {ProductLayout::nt, ProductEpilogue::gated, false, kWideTile},
     {ProductLayout::nt, ProductEpilogue::symmetric, false, kWideTile},  // tiles of a cluster are square
+    {ProductLayout::nt, ProductEpilogue::siblings, false, kWideTile},
     {ProductLayout::nn, ProductEpilogue::store, false, kWideTile},
     {ProductLayout::nn, ProductEpilogue::derivative, false, kWideTile},
+    {ProductLayout::nn, ProductEpilogue::siblings, false, kWideTile},
     {ProductLayout::tn, ProductEpilogue::store, false, kWideTile},
     {ProductLayout::tn, ProductEpilogue::store, false, kLargeTile},
     {ProductLayout::tn, ProductEpilogue::store, true, kWideTile},
@@ -133,6 +138,8 @@ struct ProductProblem {
   int64_t batches = 1;  // of `symmetric`
   ProductFactors factors = ProductFactors::halves;
   bool promotes = false;  // 8-bit floats: sums of more than 128 terms are made in float32
+  // `siblings`: columns (nt) or terms (nn) of each, 0: no more; `columns` or `inner` is their sum.
+  int64_t widths[kMostSiblings] = {};
 };
 
 struct ProductPlan {
@@ -158,6 +165,17 @@ constexpr int64_t product_clusters(const ProductTile& t, int multiprocessors) {
 // How many times as long the whole waves of a tile take as the work in them, in percent.
 constexpr int64_t wave_percent(int64_t units, int64_t clusters) {
   return units == 0 ? 100 : (units + clusters - 1) / clusters * clusters * 100 / units;
+}
+
+// Waves of our own products, one for each sibling; and of all in one.
+constexpr int64_t sibling_waves(const ProductProblem& p, bool together) {
+  const int64_t clusters = product_clusters(kWideTile, p.multiprocessors);
+  int64_t units = 0, waves = 0;
+  for (int64_t width : p.widths) {
+    units += product_units(kWideTile, p.rows, width);
+    waves += ceil_div(product_units(kWideTile, p.rows, width), clusters);
+  }
+  return together ? ceil_div(units, clusters) : waves;
 }
 
 constexpr const ProductKernel* find_product(const ProductKernel& wanted) {
@@ -195,6 +213,12 @@ constexpr const char* product_does_not_pay(const ProductProblem& p) {
       return p.epilogue == ProductEpilogue::activate && !p.kept
                  ? "the library's product: its epilogue without the pre-activation is faster than ours"
                  : nullptr;
+    case ProductEpilogue::siblings:
+      if (p.layout == ProductLayout::nt)
+        return sibling_waves(p, true) < sibling_waves(p, false)
+                   ? nullptr
+                   : "a product for each weight: one of all takes as many waves, and has not been measured";
+      [[fallthrough]];
     case ProductEpilogue::store:
       if (p.layout == ProductLayout::tn) break;
       return p.layout == ProductLayout::nn && p.inner >= 16384

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from warpsmith.integrations._modules import Forward, StandIn, beside, is_free
+from warpsmith.integrations._modules import Forward, StandIn, beside, is_free, joined
 from warpsmith.integrations._torch_parts import with_names
 from warpsmith.ops.rope import qk_norm_rope, rope
 
 _ROTATION = "apply_rotary_pos_emb"
 
+
+_SIBLINGS = ("q_proj", "k_proj", "v_proj")
 
 Products = Mapping[str, Tensor]
 NONE: Products = {}
@@ -47,15 +50,36 @@ class _BeforeNorm(NamedTuple):
 
 
 class _Layer(StandIn):
-    """An attention layer in its class's forward. Its first products, by the name of their projection, may be made."""
+    """An attention layer in its class's forward. Its first products, by the name of their projection, may be made; else
+    the first of queries, keys and values makes those of all where that may pay, which the others take if they read the
+    same tensor."""
 
     def __init__(self, layer: Any, products: Products) -> None:
         super().__init__(layer)
         self._products = products
+        self._read: Any = None  # by the first, and what the others get
+        self._left: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
         product = self._products.get(name)
-        return getattr(self._of, name) if product is None else lambda x: product
+        if product is not None:
+            return lambda x: product
+        found = getattr(self._of, name)
+        shared = name in _SIBLINGS and not torch.compiler.is_compiling()
+        return functools.partial(self._project, name, found) if shared else found
+
+    def _project(self, name: str, layer: Any, x: Tensor) -> Tensor:
+        if type(x) is not Tensor:
+            return layer(x)
+        read = x, None if x.is_inference() else x._version
+        if self._read is None:
+            self._read = read
+            names = [n for n in _SIBLINGS if hasattr(self._of, n)]
+            made = joined([getattr(self._of, n) for n in names], x)
+            self._left = {} if made is None else dict(zip(names, made, strict=True))
+        same = self._read[0] is x and self._read[1] == read[1]
+        product = self._left.pop(name, None) if same else None
+        return layer(x) if product is None else product
 
     def q_norm(self, heads: Tensor) -> Tensor | _BeforeNorm:
         return self._before(self._of.q_norm, heads)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from warpsmith._core.modules import is_watched
+from warpsmith.nn._linear import is_product
+from warpsmith.ops._norm_linears import linears, may_join
 
 Forward = Callable[..., Any]
 
@@ -30,6 +32,14 @@ def is_ours(module: Any) -> bool:
 def is_free(module: nn.Module) -> bool:
     """Whether our ops may stand in the place of a call of a module that we have patched."""
     return is_ours(module) and not is_watched(module)
+
+
+def joined(layers: Sequence[Any], x: Tensor) -> Sequence[Tensor] | None:
+    """What linear layers that we have patched make of one input, if that may be one launch."""
+    if type(x) is not Tensor or not all(is_ours(layer) and is_product(layer) for layer in layers):
+        return None
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    return linears(x, weights, biases) if may_join(x, weights, biases) else None
 
 
 def beside(weight: Tensor, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from warpsmith.integrations._modules import (
     by_name,
     is_free,
     is_ours,
+    joined,
 )
 from warpsmith.integrations._torch_parts import sum_and_layer
 from warpsmith.nn import Linear, functional
@@ -133,7 +134,7 @@ def _gated(*names: str, rest: Sequence[str] = ()) -> Callable[[Forward], Forward
                 return old(self, hidden_states)
             first = [getattr(self, name) for name in names]
             overwrite = not any(map(is_watched, first))  # a hook may keep what it sees
-            products = [linear(hidden_states) for linear in first]
+            products = joined(first, hidden_states) or [linear(hidden_states) for linear in first]
             if not rest:
                 return _down(self, *products, overwrite=overwrite)
             return _through(self, rest, _activated(self, *products, overwrite=overwrite))

@@ -100,6 +100,14 @@ def _scaled(*inputs: Any, out_val: Any = None) -> int:
     return _layer_flops(*inputs[:2])
 
 
+def _siblings(x: Tensor, weights: Sequence[Tensor], *biases: Any, out_val: Any = None) -> int:
+    return sum(_layer_flops(x, weight) for weight in weights)
+
+
+def _siblings_backward(dys: Sequence[Tensor], weights: Sequence[Tensor], out_val: Any = None) -> int:
+    return sum(_layer_flops(dy, weight) for dy, weight in zip(dys, weights, strict=True))
+
+
 def _scaled_backward(*inputs: Any, out_val: Any = None) -> int:
     want_dx, want_dweight, _ = inputs[-3:]
     return _layer_flops(inputs[0], inputs[2], want_dx + want_dweight)
@@ -145,6 +153,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "attention_forward": _attention_forward,
     "attention_backward": _attention_backward,
     **dict.fromkeys(("linear", "linear_forward", "linear_inference"), _linear),
+    "linear_siblings": _siblings,
+    "linear_siblings_input_gradient": _siblings_backward,
     "linear_backward": _linear_backward,
     "linear_backward_main_grad": _linear_backward_main_grad,
     **dict.fromkeys(("scaled_linear", "scaled_linear_forward", "scaled_linear_inference"), _scaled),

@@ -83,9 +83,9 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def may_pay(x: Tensor, weight: Tensor) -> bool:
-    """Whether our own product of a layer may be faster than torch's."""
-    products = x.numel() * weight.numel()  # times the width; of small layers nothing else is asked
+def may_pay(x: Tensor, *weights: Tensor) -> bool:
+    """Whether our own product of a layer, or of several, may be faster than torch's."""
+    products = x.numel() * sum(w.numel() for w in weights)  # times the width; of small layers nothing else is asked
     if products < _OWN_PAYS or not x.is_cuda or x.dtype.itemsize != 2 or products < _OWN_PAYS * x.size(-1):
         return False
     return capability(x.device) == (9, 0)
@@ -104,6 +104,23 @@ def input_product(dy: Tensor, weight: Tensor) -> Tensor:
         return dy.mm(weight)
     wanted = True, False, False
     return call_raw(_raw_linear_backward, dy, None, weight, None, dy.new_empty(0), 0, None, *wanted)[0]
+
+
+def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """:func:`product` for each weight of one input, in one launch where that pays."""
+    if len(weights) > 1 and may_pay(x, *weights):
+        return call_raw(raw.linear_siblings.default, x, list(weights), list(biases))
+    return [product(x, w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+def input_products(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The sum of ``dy.mm(weight)``, likewise; rounded once then, and else for each weight."""
+    if len(weights) > 1 and may_pay(dys[0], *weights):
+        return call_raw(raw.linear_siblings_input_gradient.default, list(dys), list(weights))
+    dx = input_product(dys[0], weights[0])
+    for dy, weight in zip(dys[1:], weights[1:], strict=True):
+        dx.addmm_(dy, weight)
+    return dx
 
 
 def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -231,6 +248,26 @@ def _fake_linear_backward_main_grad(
     return _new(dy, weight.shape[1], want_dx), _new_bias_gradient(bias, dy, want_dbias)
 
 
+def _fake_siblings(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    op = "linear_siblings"
+    _check_x(op, x)
+    if not weights or len(weights) != len(biases):
+        checks.refuse(op, "biases", "one for each of one or more weights", str(len(biases)))
+    for weight, bias in zip(weights, biases, strict=True):
+        _check_layer(op, x, x.shape[-1], ("weights", "biases"), weight, bias)
+    return [_new(x, weight.shape[0]) for weight in weights]
+
+
+def _fake_siblings_input_gradient(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    op = "linear_siblings_input_gradient"
+    if not weights or len(weights) != len(dys):
+        checks.refuse(op, "dys", "one for each of one or more weights", str(len(dys)))
+    for dy, weight in zip(dys, weights, strict=True):
+        _check_layer(op, dys[0], weights[0].shape[-1], ("weights", "biases"), weight, None)
+        _check_rows(op, "dys", dy, dys[0], weight.shape[0])
+    return _new(dys[0], weights[0].shape[1])
+
+
 def _fake_mlp(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -331,6 +368,8 @@ for _name, _fake in (
     ("linear_inference", _fake_linear_inference),
     ("linear_backward", _fake_linear_backward),
     ("linear_backward_main_grad", _fake_linear_backward_main_grad),
+    ("linear_siblings", _fake_siblings),
+    ("linear_siblings_input_gradient", _fake_siblings_input_gradient),
     ("mlp", _fake_mlp),
     ("mlp_forward", _fake_mlp),
     ("mlp_inference", _fake_mlp_inference),

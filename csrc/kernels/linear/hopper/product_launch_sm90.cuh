@@ -25,35 +25,65 @@ inline Status matrix_map(TensorMap& map, const void* base, Dtype dtype, int64_t 
                                .swizzle = swizzle});
 }
 
+template <ProductKernel kernel>
+Status map_a(TensorMap& map, const ProductParams& x, const void* base, int64_t inner, int64_t stride) {
+  constexpr bool tn = kernel.layout == ProductLayout::tn;
+  return matrix_map(map, base, x.dtype, tn ? inner : x.rows, tn ? x.rows : inner, stride,
+                    (tn ? kStageInner : kernel.tile.rows) / kernel.tile.cluster_columns,
+                    kernel.symmetric() ? x.batches : 0, x.a_apart);
+}
+template <ProductKernel kernel>
+Status map_b(TensorMap& map, const ProductParams& x, const void* base, int64_t columns, int64_t inner, int64_t stride) {
+  constexpr bool nt = kernel.layout == ProductLayout::nt;
+  return matrix_map(map, base, x.dtype, nt ? columns : inner, nt ? inner : columns, stride,
+                    (nt ? kernel.tile.columns : kStageInner) / kernel.tile.cluster_rows,
+                    kernel.symmetric() ? x.batches : 0, x.b_apart);
+}
+template <ProductKernel kernel>
+Status map_out(TensorMap& map, const ProductParams& x, const void* base, int64_t columns) {
+  return matrix_map(map, base, kernel.epilogue == ProductEpilogue::wide ? Dtype::float32 : x.dtype, x.rows, columns,
+                    columns, 16, kernel.symmetric() ? x.batches : 0, x.rows * x.columns);
+}
+
+template <ProductKernel kernel> Status place(ProductMaps& maps, ProductArguments&, const ProductParams& x) {
+  WARPSMITH_RETURN_IF_FAILED(map_a<kernel>(maps.a, x, x.a, x.inner, x.a_stride));
+  WARPSMITH_RETURN_IF_FAILED(map_b<kernel>(maps.b, x, x.b, x.columns, x.inner, x.b_stride));
+  if constexpr (kernel.gated())
+    WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.up, x.up, x.dtype, x.columns, x.inner, x.up_stride, kernel.columns()));
+  WARPSMITH_RETURN_IF_FAILED(map_out<kernel>(maps.out, x, x.out, x.columns));
+  const int64_t batches = kernel.symmetric() ? x.batches : 0;
+  if constexpr (kernel.symmetric())
+    WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.up_z, x.out, x.dtype, x.rows, x.columns, x.columns, kPanelColumns,
+                                          batches, x.rows * x.columns, Swizzle::bytes32));
+  if (x.z)
+    WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.z, x.z, x.dtype, x.rows, x.columns, x.z_stride, 16, batches, x.z_apart));
+  if (x.up_z) WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.up_z, x.up_z, x.dtype, x.rows, x.columns, x.z_stride, 16));
+  return {};
+}
+template <ProductKernel kernel> Status place(SiblingMaps& maps, ProductArguments& p, const ProductParams& x) {
+  constexpr bool nt = kernel.layout == ProductLayout::nt;
+  int& end = nt ? p.unit_columns : p.blocks;
+  end = 0;
+  std::fill_n(p.first, kMostSiblings, INT32_MAX);
+  for (int i = 0; i < x.sibling_count; ++i) {
+    const ProductSibling& s = x.siblings[i];
+    p.first[i] = end;
+    p.widths[i] = static_cast<int>(s.width);
+    p.biases[i] = s.bias;
+    end += static_cast<int>(ceil_div(s.width, int64_t{nt ? kernel.tile.columns : kStageInner}));
+    if constexpr (nt) WARPSMITH_RETURN_IF_FAILED(map_out<kernel>(maps.out[i], x, s.out, s.width));
+    if constexpr (!nt) WARPSMITH_RETURN_IF_FAILED(map_a<kernel>(maps.a[i], x, s.a, s.width, s.a_stride));
+    WARPSMITH_RETURN_IF_FAILED(
+        map_b<kernel>(maps.b[i], x, s.b, nt ? s.width : x.columns, nt ? x.inner : s.width, s.b_stride));
+  }
+  return nt ? map_a<kernel>(maps.a[0], x, x.a, x.inner, x.a_stride) : map_out<kernel>(maps.out[0], x, x.out, x.columns);
+}
+
 // I: an entry of kProducts. T: of 16-bit factors; maps of 8-bit floats are of pairs.
 template <class T, class I> Status run_product(const ProductParams& x, void* stream) {
   constexpr ProductKernel kernel = I::value;
   constexpr ProductTile tile = kernel.tile;
-  constexpr bool kWide = kernel.epilogue == ProductEpilogue::wide;
-  const int64_t batches = kernel.symmetric() ? x.batches : 0, out_apart = x.rows * x.columns;
-  ProductMaps maps{};
-  if constexpr (kernel.layout == ProductLayout::tn)
-    WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.a, x.a, x.dtype, x.inner, x.rows, x.a_stride,
-                                          kStageInner / tile.cluster_columns, batches, x.a_apart));
-  else
-    WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.a, x.a, x.dtype, x.rows, x.inner, x.a_stride,
-                                          tile.rows / tile.cluster_columns, batches, x.a_apart));
-  if constexpr (kernel.layout == ProductLayout::nt)
-    WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.b, x.b, x.dtype, x.columns, x.inner, x.b_stride,
-                                          tile.columns / tile.cluster_rows, batches, x.b_apart));
-  else
-    WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.b, x.b, x.dtype, x.inner, x.columns, x.b_stride,
-                                          kStageInner / tile.cluster_rows, batches, x.b_apart));
-  if constexpr (kernel.gated())
-    WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.up, x.up, x.dtype, x.columns, x.inner, x.up_stride, kernel.columns()));
-  WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.out, x.out, kWide ? Dtype::float32 : x.dtype, x.rows, x.columns, x.columns,
-                                        16, batches, out_apart));
-  if constexpr (kernel.symmetric())
-    WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.up_z, x.out, x.dtype, x.rows, x.columns, x.columns, kPanelColumns,
-                                          batches, out_apart, Swizzle::bytes32));
-  if (x.z)
-    WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.z, x.z, x.dtype, x.rows, x.columns, x.z_stride, 16, batches, x.z_apart));
-  if (x.up_z) WARPSMITH_RETURN_IF_FAILED(matrix_map(maps.up_z, x.up_z, x.dtype, x.rows, x.columns, x.z_stride, 16));
+  MapsOf<kernel.siblings()> maps{};
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
 
@@ -64,6 +94,7 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
   p.pace = ProductConsumer<T, kernel>::pace(p.blocks);
   p.unit_rows = static_cast<int>(ceil_div(x.rows, int64_t{tile.rows} * tile.cluster_rows));
   p.unit_columns = static_cast<int>(ceil_div(x.columns, int64_t{kernel.columns()} * tile.cluster_columns));
+  WARPSMITH_RETURN_IF_FAILED(place<kernel>(maps, p, x));
   const int64_t units =
       kernel.symmetric() ? x.batches * triangle_units(p.unit_rows) : int64_t{p.unit_rows} * p.unit_columns;
   if (units > INT32_MAX / 2) return Status::unsupported("a product of more than 2^30 tiles");

@@ -25,7 +25,7 @@ namespace warpsmith::linear {
 
 // The loader, one thread.
 template <ProductKernel kernel>
-__device__ __forceinline__ void load_stages(const ProductArguments& p, const ProductMaps& maps,
+__device__ __forceinline__ void load_stages(const ProductArguments& p, const MapsOf<kernel.siblings()>& maps,
                                             const ProductShared<kernel>& shared, int begun) {
   constexpr ProductTile tile = kernel.tile;
   const ProductPlace<kernel> place(p, begun);
@@ -61,7 +61,11 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Pro
   };
   // `gated`: the first block of a cluster loads b's half of the tile, the second up's.
   const bool second = kernel.gated() && place.rank_row == 1;
-  const TensorMap* const b_map = second ? &maps.up : &maps.b;
+  const TensorMap* b_map;
+  if constexpr (kernel.gated())
+    b_map = second ? &maps.up : &maps.b;
+  else
+    b_map = map_of(maps.b, 0);
   using AMajor = std::bool_constant<kernel.layout == ProductLayout::tn>;
   using BMajor = std::bool_constant<kernel.layout != ProductLayout::nt>;
   Ring<tile.stages> ring;
@@ -73,9 +77,10 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Pro
       Mbarrier* full = shared.full + ring.stage;
       device::mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
       int bias_bytes = 0;
-      if (kernel.takes_bias() && p.biased<kernel>() && block == p.blocks - 1) {  // comes with the last stage
+      if (kernel.takes_bias() && p.biased<kernel>(at.batch) && block == p.blocks - 1) {  // comes with the last stage
         device::mbarrier_wait(shared.bias_empty, bias_parity ^= 1);
-        bias_bytes = max(0, min(kernel.columns(), p.columns - at.column) * 2);
+        bias_bytes =
+            max(0, min(kernel.columns(), (kernel.siblings() ? p.widths[at.batch] : p.columns) - at.column) * 2);
       }
       // halves: of an element
       const auto load_bias = [&](int which, const void* bias, int halves = 1) {
@@ -89,14 +94,21 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Pro
                          : kernel.float8() ? (p.bias != nullptr) + (scales != nullptr) * 2
                                            : 1;
       device::mbarrier_arrive_expect(full, tile.stage_bytes() + biases * bias_bytes);
-      load_bias(0, p.bias);
+      load_bias(0, kernel.siblings() ? p.biases[at.batch] : p.bias);
       if constexpr (kernel.gated()) load_bias(1, p.up_bias);
       if constexpr (kernel.float8()) load_bias(1, scales, 2);
-      const int k = block * kStageInner;
-      load(AMajor(), shared.a(ring.stage), &maps.a, full, at.row, at.batch, tile.rows, k, place.rank_column,
-           std::integral_constant<int, tile.cluster_columns>(), a_blocks);
+      int k = block * kStageInner, of_a = 0, of_b = 0;  // siblings
+      if constexpr (kernel.siblings()) {
+        of_b = at.batch;
+        if constexpr (kernel.layout == ProductLayout::nn) {
+          of_a = of_b = p.sibling_at(block);
+          k -= p.first[of_b] * kStageInner;
+        }
+      }
+      load(AMajor(), shared.a(ring.stage), map_of(maps.a, of_a), full, at.row, at.batch, tile.rows, k,
+           place.rank_column, std::integral_constant<int, tile.cluster_columns>(), a_blocks);
       const int column = at.column - (second ? kernel.columns() : 0);
-      load(BMajor(), shared.b(ring.stage), b_map, full, column, at.batch, tile.columns, k, place.rank_row,
+      load(BMajor(), shared.b(ring.stage), b_map + of_b, full, column, at.batch, tile.columns, k, place.rank_row,
            std::integral_constant<int, tile.cluster_rows>(), b_blocks);
     }
   }
@@ -104,15 +116,16 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Pro
 
 // I: an entry of kProducts.
 template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1)
-    product_sm90(const __grid_constant__ ProductMaps maps, const __grid_constant__ ProductArguments p) {
+    product_sm90(const __grid_constant__ typename InstanceMaps<I>::type maps,
+                 const __grid_constant__ ProductArguments p) {
   constexpr ProductKernel kernel = I::value;
   WARPSMITH_DYNAMIC_SHARED(memory);
   WARPSMITH_SHARED(ProductState<kernel>, state, 1);
   const ProductShared<kernel> shared(memory, state);
   if (threadIdx.x == 32) {
-    device::prefetch_tensor_map(&maps.a);
-    device::prefetch_tensor_map(&maps.b);
-    device::prefetch_tensor_map(&maps.out);
+    device::prefetch_tensor_map(map_of(maps.a, 0));
+    device::prefetch_tensor_map(map_of(maps.b, 0));
+    device::prefetch_tensor_map(map_of(maps.out, 0));
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kernel.tile.stages; ++i) {

@@ -39,8 +39,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
 
   const ProductArguments& p;
   const ProductShared<kernel>& shared;
-  const ProductMaps& maps;
-  const TensorMap* const out;
+  const MapsOf<kernel.siblings()>& maps;
+  const TensorMap* const out;  // of `siblings` the first
   const ProductPlace<kernel> place;
   const int group, lane, warp;  // warp: of the eight
   unsigned char* const staging;
@@ -55,11 +55,11 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   float row_scale[2];     // of 8-bit floats: of this lane's rows
 
   __device__ __forceinline__ ProductConsumer(const ProductArguments& arguments, const ProductShared<kernel>& memory,
-                                             const ProductMaps& tensors, int begun, int warpgroup)
+                                             const MapsOf<kernel.siblings()>& tensors, int begun, int warpgroup)
       : p(arguments),
         shared(memory),
         maps(tensors),
-        out(&tensors.out),
+        out(map_of(tensors.out, 0)),
         place(arguments, begun),
         group(warpgroup),
         lane(threadIdx.x % 32),
@@ -160,6 +160,9 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
 
   // ---- epilogues of tiles that wait in registers
 
+  __device__ __forceinline__ const TensorMap* out_of_finished() const {
+    return out + (kernel.siblings() ? before.batch : 0);
+  }
   static __device__ __forceinline__ int panel_row(int panel) { return panel / kPanels * 64; }
   static __device__ __forceinline__ int panel_column(int panel) { return panel % kPanels * kPanelColumns; }
 
@@ -279,7 +282,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   __device__ __forceinline__ void send_panel(int panel) {
     __syncwarp(0xffffffffu);
     if (lane == 0) {
-      device::tensor_store(out, staging + (buffer ^ 1) * kBufferBytes,
+      device::tensor_store(out_of_finished(), staging + (buffer ^ 1) * kBufferBytes,
                            {before.column + panel_column(panel), before.row + panel_row(panel)});
       device::bulk_commit();
     }
@@ -361,7 +364,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   // Out: the dtype of bias and result.
   template <class Out> __device__ __forceinline__ void add_bias() {
     if constexpr (kernel.takes_bias()) {
-      if (!p.biased<kernel>()) return;
+      if (!p.biased<kernel>(now.batch)) return;
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
         if (kernel.float8() && p.bias == nullptr) continue;
@@ -448,7 +451,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       stage_panel(own + panel * kBufferBytes, finished + panel * kPanelWords);
     send([&] {
       for (int panel = 0; panel < kTilePanels; ++panel)
-        device::tensor_store(out, own + panel * kBufferBytes,
+        device::tensor_store(out_of_finished(), own + panel * kBufferBytes,
                              {before.column + panel_column(panel), before.row + panel_row(panel)});
     });
   }

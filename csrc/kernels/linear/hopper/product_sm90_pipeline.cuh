@@ -30,6 +30,20 @@ struct ProductMaps {
   TensorMap up, up_z;  // of `gated`; up_z: of `symmetric` out, in boxes of 64 rows by 16 columns
 };
 
+// Of `siblings`: nt has one a, nn one out.
+struct SiblingMaps {
+  TensorMap a[kMostSiblings], b[kMostSiblings], out[kMostSiblings];
+};
+template <bool siblings> using MapsOf = std::conditional_t<siblings, SiblingMaps, ProductMaps>;
+template <class I> struct InstanceMaps {  // a plain name for the kernel's argument
+  static constexpr ProductKernel kernel = I::value;
+  using type = MapsOf<kernel.siblings()>;
+};
+__device__ __forceinline__ const TensorMap* map_of(const TensorMap& map, int) { return &map; }
+__device__ __forceinline__ const TensorMap* map_of(const TensorMap (&maps)[kMostSiblings], int sibling) {
+  return maps + sibling;
+}
+
 struct ProductArguments {
   int rows, columns;
   int blocks;     // stages of a sum
@@ -51,8 +65,20 @@ struct ProductArguments {
   const float *a_scale, *b_scale;  // of 8-bit floats, as in ProductParams
   bool scales_of_rows;
   bool to_float16;  // what 8-bit floats give; else bfloat16
+  // Of `siblings`: the first unit along the columns (nt) or stage (nn) of each, INT_MAX where there is none; columns
+  // and bias of each, of nt.
+  int first[kMostSiblings], widths[kMostSiblings];
+  const void* biases[kMostSiblings];
 
-  template <ProductKernel kernel> __device__ __forceinline__ bool biased() const {
+  // The sibling of a unit or a stage.
+  __device__ __forceinline__ int sibling_at(int place) const {
+    int sibling = 0;
+#pragma unroll
+    for (int i = 1; i < kMostSiblings; ++i) sibling += place >= first[i];
+    return sibling;
+  }
+  template <ProductKernel kernel> __device__ __forceinline__ bool biased(int sibling) const {
+    if constexpr (kernel.siblings()) return biases[sibling] != nullptr;
     return bias != nullptr || (kernel.gated() && up_bias != nullptr) || column_scales<kernel>();
   }
   template <ProductKernel kernel> __device__ __forceinline__ bool column_scales() const {
@@ -194,7 +220,7 @@ template <class T, class Use> __device__ __forceinline__ void with_activation(Li
 
 struct TilePlace {
   int row, column;  // of the block's first element
-  int batch = 0;    // of `symmetric`
+  int batch = 0;    // of `symmetric`; of `siblings` nt: which
 };
 
 // Unit `unit` of those on and above the diagonals of matrices of side x side units, in bands of kBandUnits columns, of
@@ -240,8 +266,13 @@ template <ProductKernel kernel> struct ProductPlace {
     const int band = unit / (kBandUnits * p.unit_rows), first = band * kBandUnits;
     const int width = min(kBandUnits, p.unit_columns - first), rest = unit - first * p.unit_rows;
     const int row = rest / width, column = first + rest - row * width;
-    return {(row * kernel.tile.cluster_rows + rank_row) * kernel.tile.rows,
-            (column * kernel.tile.cluster_columns + rank_column) * kernel.columns()};
+    TilePlace at{(row * kernel.tile.cluster_rows + rank_row) * kernel.tile.rows,
+                 (column * kernel.tile.cluster_columns + rank_column) * kernel.columns()};
+    if constexpr (kernel.siblings() && kernel.layout == ProductLayout::nt) {
+      at.batch = p.sibling_at(column);
+      at.column -= p.first[at.batch] * kernel.tile.cluster_columns * kernel.columns();
+    }
+    return at;
   }
 };
 
