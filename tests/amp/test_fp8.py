@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -210,9 +211,12 @@ def test_bad_input():
 # ---- delayed scales
 
 
-def test_delayed_scales_follow_the_largest_of_the_last_steps():
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("grad_dtype", ["e4m3", "e5m2"])
+def test_delayed_scales_follow_the_largest_of_the_last_steps(grad_dtype, power_of_two):
     layer = nn.Sequential(nn.Linear(32, 32))
-    done, seen = fp8(layer, DELAYED), []
+    recipe = replace(DELAYED, grad_dtype=grad_dtype, power_of_two=power_of_two)
+    done, seen = fp8(layer, recipe), []
     for step in range(6):
         scale = 1.0 if step == 2 else 0.01 * (step + 1)
         x, dy = batch(step) * scale, batch(step + 50) * scale
@@ -221,12 +225,14 @@ def test_delayed_scales_follow_the_largest_of_the_last_steps():
             assert known == (None, None)
         else:
             largest = torch.stack(seen[-3:]).amax(0) * 2
-            assert torch.equal(torch.stack(known), scale_of(largest, E4M3))
-        expected = warpsmith.quantize_fp8(x, "tensor", scale=known[0])
+            scales = map(scale_of, largest, (E4M3, recipe.grad_float8), (power_of_two, power_of_two))
+            assert torch.equal(torch.stack(known), torch.stack([*scales]))
+        expected = warpsmith.quantize_fp8(x, "tensor", scale=known[0], power_of_two=power_of_two)
         with torch.no_grad():
             layer(100 * x)  # an evaluation leaves no trace
         y = layer(x)
-        weight = warpsmith.dequantize_fp8(warpsmith.quantize_fp8(layer[0].weight, "tensor"))
+        weight = warpsmith.quantize_fp8(layer[0].weight, "tensor", power_of_two=power_of_two)
+        weight = warpsmith.dequantize_fp8(weight)
         assert torch.equal(y, torch.addmm(layer[0].bias, warpsmith.dequantize_fp8(expected), weight.t()))
         y.backward(dy / 2)
         layer(x / 2).backward(dy)  # of two micro-batches the larger

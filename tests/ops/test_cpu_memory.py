@@ -57,6 +57,25 @@ def test_strided_tensors_cost_a_copy_at_most(name, monkeypatch):
             assert count <= most[0] and peak <= most[1], f"{op} {layout}: {count, peak}, expected at most {most}"
 
 
+def otherwise_strided(t):
+    """The same tensor with other strides of its dimensions of one element."""
+    if not isinstance(t, torch.Tensor) or t.dtype == torch.int64:
+        return t
+    return t.as_strided(
+        t.shape, [t.numel() + 3 if n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(specs().keys() & FAMILY.keys()))
+def test_the_stride_of_one_element_costs_nothing(name, monkeypatch):
+    monkeypatch.setattr("warpsmith.ops._linear._MAY_BE_TORCHS", False)
+    spec = specs()[name]
+    base = spec.base_case()
+    options = {key: (1,) if key == "lengths" else value for key, value in base.options.items()}
+    for op, call in calls(spec, base.but(shape=(1, *base.shape[1:]), options=options)).items():
+        assert usage(op, [otherwise_strided(t) for t in call]) == usage(op, call), op
+
+
 @pytest.mark.parametrize("name", ["rope", "qk_norm_rope"])
 def test_a_table_of_many_positions_is_read_where_it_lies(name):
     """Halves of one table beside two of their own: a copy would cost more than the few tokens of a call."""

@@ -64,7 +64,7 @@ def of_present(name, arguments, present):
         for k, t in arguments.items()
     }
     if name == "attention_varlen":
-        ends = [index.new_zeros(()), index.new_full((), 2), present.sum()]
+        ends = [index.new_zeros(()), present[:3].sum(), present.sum()]
         kept["cu_seqlens_q"] = torch.stack(ends).to(torch.int32)
         kept["max_seqlen_q"] = kept["cu_seqlens_q"].diff().max().item()
         kept["max_seqlen_k"] = None
@@ -84,17 +84,21 @@ CASES = [(name, torch.float32 if name == "scaled_linear" else torch.float64) for
 CASES += [(name, torch.bfloat16) for name in DIFFERENTIABLE if name.startswith("linear")]  # its sums may be wider
 
 
+@pytest.mark.parametrize("present", [PRESENT, torch.zeros_like(PRESENT)], ids=["some", "none"])
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
-def test_sizes_from_data_are_traced(name, dtype, sizes_from_data):
-    arguments = {
-        k: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-        for k, t in arguments_of(name).items()
-    }
-    learned = [t.requires_grad_() for t in floating_of(arguments).values()]
+def test_sizes_from_data_are_traced(name, dtype, present, sizes_from_data):
+    """What an op writes in place, its traced form returns."""
 
     def run(function):
-        found = function(name, arguments, PRESENT)
-        return [*outputs_of(found), *torch.autograd.grad(loss_of(found), learned)]
+        arguments = {
+            k: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+            for k, t in arguments_of(name).items()
+        }
+        arguments |= {"training": True} if name == "batch_norm" else {}
+        learned = [t.requires_grad_() for t in floating_of(arguments).values()]
+        found = function(name, arguments, present)
+        given = [t for t in arguments.values() if isinstance(t, torch.Tensor)]
+        return [*outputs_of(found), *torch.autograd.grad(loss_of(found), learned), *given]
 
     assert same(run(compiled(of_present)), run(of_present))
 

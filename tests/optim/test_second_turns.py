@@ -44,9 +44,10 @@ def test_more_groups_than_a_launch_takes(options):
     before = [p.detach().clone() for p in params]
     steps(options.ours(groups), params)
     for i in (0, 1, 31, 32, 33, GROUPS - 1):
-        # The element's index among all of the optimizer's, on which random bits depend, stays the same.
         alone = [torch.nn.Parameter(b.clone()) for b in before]
         some = [{**group, "params": [q]} for group, q in zip(groups, alone, strict=True)]
+        if options.text != "bf16_sr":  # random bits depend on the element's index among all of the optimizer's
+            some = some[i : i + 1]
         optimizer, generator = options.ours(some), torch.Generator().manual_seed(1)
         for _ in range(2):
             drawn = [torch.randn(q.shape, generator=generator).to(dtype) for q in alone]

@@ -87,7 +87,7 @@ BESIDE = [TESTS / f"{name}.py" for name in (
     "ops/test_optim", "optim/test_adamw", "optim/test_clip", "optim/test_eight_bit", "optim/test_ema",
     "optim/test_fp8_weights", "optim/test_fuse", "optim/test_gradient_dtypes", "optim/test_kernels", "optim/test_lamb",
     "optim/test_layouts", "optim/test_muon", "optim/test_optimizers", "optim/test_precision", "optim/test_random_lists",
-    "optim/test_refinements", "optim/test_tables",
+    "optim/test_refinements", "optim/test_second_turns", "optim/test_tables", "nn/test_sync_batch_norm",
     "amp/test_grad_scaler", "amp/test_kept_table", "amp/test_overflows",
 )]  # fmt: skip
 

@@ -1,6 +1,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "common/host_device.h"
@@ -211,7 +212,8 @@ struct RMSprop {
     if constexpr ((kHas >> grad_avg) & 1) {
       T& a = state[grad_avg];
       a = lerp(a, g, s.weight);
-      second = v - product(a, a);  // rounded as v is: with alpha 0 their difference is 0, never below it
+      // The product is rounded as v is: with alpha 0 their difference is 0, never below it. Of infinities it is none.
+      if (v < std::numeric_limits<T>::infinity()) second = v - product(a, a);
     }
     T update = Math::quotient(g, Math::root(second) + s.eps);
     if constexpr ((kHas >> momentum_buffer) & 1)
