@@ -5,8 +5,6 @@ the reference of functions and modules into docs/api.
     python docs/op_tables.py
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

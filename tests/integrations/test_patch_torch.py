@@ -1,7 +1,5 @@
 """torch's own modules with our ops in them and without: outputs, loss and gradients within the law."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

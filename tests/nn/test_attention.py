@@ -1,7 +1,5 @@
 """warpsmith.nn.Attention: its projections, the parts between them, packed sequences."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

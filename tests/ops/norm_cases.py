@@ -1,7 +1,5 @@
 """What the tests of the norm family share: cases, inputs, bad inputs, and the spec of an op from its schema."""
 
-from __future__ import annotations
-
 import torch
 import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec, sim

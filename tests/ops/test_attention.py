@@ -1,7 +1,5 @@
 """attention: the case table. What does not fit a table is in test_attention_edges.py."""
 
-from __future__ import annotations
-
 import torch
 import warpsmith
 from warpsmith.reference.attention import attention as reference

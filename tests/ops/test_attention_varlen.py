@@ -1,7 +1,5 @@
 """attention_varlen: the case table, documents against each other, offsets that are wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

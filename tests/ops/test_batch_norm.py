@@ -1,7 +1,5 @@
 """batch_norm under the law in NHWC, and what only it has: running statistics, torch's layouts, dtypes and refusals."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 

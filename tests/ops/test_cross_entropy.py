@@ -1,7 +1,5 @@
 """cross_entropy under the law, and what only it has: torch's semantics, stats, labels, the plan."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """group_norm under the law in NHWC, and what only it has: torch's layouts and refusals, long groups, clusters."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 

@@ -1,7 +1,5 @@
 """normalize_image under the law: bytes of images become numbers in channels_last."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

@@ -1,7 +1,5 @@
 """The linear losses under the law, on every layout of their inputs; what else each is has a file of its own."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """rms_norm and layer_norm under the law, and what only they have: default eps, torch's errors, hard rows."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

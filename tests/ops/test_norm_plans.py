@@ -1,7 +1,5 @@
 """warpsmith.plan for the norm family: every plan covers its row and fits the chip; bad problems are named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

@@ -1,7 +1,5 @@
 """rope and qk_norm_rope: the case tables, and what is their own: layouts and positions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

@@ -1,7 +1,5 @@
 """softmax and log_softmax under the law, and torch's results: infinities, dtypes, its function, its samples."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,8 +1,6 @@
 """Each tensor of each raw op with a wrong shape, dtype or device, made from the schema: refused in words, and before
 anything is written; or a value of another kind that the op takes, which then gives the same results."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
