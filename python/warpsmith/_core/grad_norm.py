@@ -1,8 +1,6 @@
 """Gradient norms: the raw ops, with the fakes of those that traced code may call; the checks of arguments and tensors;
 and what becomes of the sums of several devices and ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ eager takes those two, and ``torch.compile`` and ``torch.export`` see a second o
 a formula.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property

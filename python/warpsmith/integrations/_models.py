@@ -1,7 +1,5 @@
 """What ``patch`` does with models of transformers beside the rows of their classes."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -4,8 +4,6 @@ The raw ops ``(x, residual, weight, bias, running_mean, running_var, training, m
 statistics in place, but for the traced one, which returns new ones that the public function copies.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

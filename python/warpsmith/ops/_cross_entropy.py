@@ -1,7 +1,5 @@
 """The fakes and the gradient of cross_entropy, and the checks that the linear losses share with it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

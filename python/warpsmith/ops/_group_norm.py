@@ -1,7 +1,5 @@
 """group_norm's fakes and gradients: raw ops of ``(x, num_groups, weight, bias, eps, silu)``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 for an RMS norm.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

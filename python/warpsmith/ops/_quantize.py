@@ -1,7 +1,5 @@
 """The quantize family: what it returns, fakes, and the words of its arguments."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """rope and qk_norm_rope: checks for fake and meta tensors, in the words of csrc/bindings/rope.cpp, fakes, gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """rope and qk_norm_rope in plain torch operations, which have derivatives of every kind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
