@@ -92,15 +92,11 @@ def _plain_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     return grads
 
 
-def _plain(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
-    wide = checks.wide_dtype(x)
-    centered = x.to(wide) - _mean_of_groups(x.to(wide), num_groups)
-    v = centered * torch.rsqrt(_mean_of_groups(centered.square(), num_groups) + eps)
-    if weight is not None:
-        v = v * channels(weight.to(wide), x)
-    if bias is not None:
-        v = v + channels(bias.to(wide), x)
-    return (torch.nn.functional.silu(v) if silu else v).to(x.dtype)
+def _plain(*inputs: Any) -> Tensor:
+    from warpsmith.reference.group_norm import group_norm
+
+    *others, silu = inputs
+    return group_norm(*others, activation="silu" if silu else None)
 
 
 function = differentiable(

@@ -9,7 +9,6 @@ from torch import Tensor
 from warpsmith._core import checks
 from warpsmith._core.checks import dtype_text, known, possible, refuse, shape_text
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
-from warpsmith.ops._rope_plain import plain_qk_norm_rope, plain_rope
 
 # What is said beside where q and k seem to lie as transformers has them.
 _HEADS_FIRST = "; q and k are (batch, tokens, heads, head_dim): transpose(1, 2) of (batch, heads, tokens, head_dim)"
@@ -173,6 +172,14 @@ def _differentiable_backward_rope(saved: Saved, wants: Wants, *grads: Tensor | N
     return _turn_back(rotate, saved, wants, *grads)
 
 
+def _plain_rope(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from warpsmith.reference.rope import rope
+
+    q, k, cos, sin, interleaved, cu_seqlens, offsets, position_offset, inverse = inputs
+    positions = {"cu_seqlens": cu_seqlens, "position_offset": position_offset if offsets is None else offsets}
+    return rope(q, k, cos, -sin if inverse else sin, interleaved=interleaved, **positions)  # type: ignore[return-value]
+
+
 # (q, k, cos, sin, interleaved, cu_seqlens, offsets, position_offset, inverse) -> (q, k)
 rotate = differentiable(
     "rope",
@@ -181,7 +188,7 @@ rotate = differentiable(
     save=("cos", "sin", "interleaved", "cu_seqlens", "offsets", "position_offset", "inverse"),
     backward=_backward_rope,
     differentiable_backward=_differentiable_backward_rope,
-    plain=plain_rope,
+    plain=_plain_rope,
 )
 
 
@@ -306,6 +313,14 @@ def _differentiable_backward_norm(
     return found
 
 
+def _plain_norm(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from warpsmith.reference.rope import qk_norm_rope
+
+    *tensors, eps, interleaved, cu_seqlens, offsets, position_offset = inputs
+    positions = {"cu_seqlens": cu_seqlens, "position_offset": position_offset if offsets is None else offsets}
+    return qk_norm_rope(*tensors, eps=eps, interleaved=interleaved, **positions)
+
+
 # (q, k, q_weight, k_weight, cos, sin, eps, interleaved, cu_seqlens, offsets, position_offset) -> (q, k)
 norm_and_rotate = differentiable(
     "qk_norm_rope",
@@ -314,5 +329,5 @@ norm_and_rotate = differentiable(
     save=(*_NORM_ARGUMENTS, "cos", "sin", "eps", "interleaved", "cu_seqlens", "offsets", "position_offset"),
     backward=_backward_norm,
     differentiable_backward=_differentiable_backward_norm,
-    plain=plain_qk_norm_rope,
+    plain=_plain_norm,
 )
