@@ -127,10 +127,6 @@ def _fake_with_gradient(a: Any) -> tuple[Tensor, ...]:
     return *_fake_forward(a), torch.empty_like(a.logits, memory_format=torch.contiguous_format)
 
 
-def _fake_backward_inplace(a: Any) -> None:
-    _check(_BACKWARD, a)
-
-
 def _fake_backward(a: Any) -> Tensor:
     _check(_BACKWARD, a)
     return torch.empty_like(a.logits, memory_format=torch.contiguous_format)
@@ -146,7 +142,7 @@ register_fake("cross_entropy_forward", _fake_forward, named=True)
 register_fake("cross_entropy_with_gradient", _fake_with_gradient, named=True)
 register_fake("cross_entropy_with_gradient_", _fake_forward, named=True)
 register_fake("cross_entropy_backward", _fake_backward, named=True)
-register_fake("cross_entropy_backward_", _fake_backward_inplace, named=True)
+register_fake("cross_entropy_backward_", lambda a: _check(_BACKWARD, a), named=True)
 register_fake("cross_entropy_scale_", _fake_scale)
 
 _raw_forward = raw.cross_entropy_forward.default

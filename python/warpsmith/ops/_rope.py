@@ -1,6 +1,7 @@
 """rope and qk_norm_rope: checks for fake and meta tensors, in the words of csrc/bindings/rope.cpp, fakes, gradients."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,19 +135,12 @@ def _fake_rope(a: Any) -> tuple[Tensor, Tensor]:
     return _empty_heads(a.q), _empty_heads(a.k)
 
 
-def _fake_rope_inplace(a: Any) -> None:
-    _check_inputs("rope", a)
-
-
 register_fake("rope", _fake_rope, named=True)
 register_fake("rope_forward", _fake_rope, named=True)
-register_fake("rope_inplace", _fake_rope_inplace, named=True)
+register_fake("rope_inplace", lambda a: _check_inputs("rope", a), named=True)
 
 _raw_rope = raw.rope_forward.default
-
-
-def _call_raw_rope(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return call_raw(_raw_rope, *arguments)
+_call_raw_rope = partial(call_raw, _raw_rope)
 
 
 def _positions(saved: Saved) -> tuple[Any, ...]:
@@ -164,14 +158,6 @@ def _turn_back(call: Callable, saved: Saved, wants: Wants, dq: Tensor | None, dk
     return {"q": grads[0] if want_q else None, "k": grads[1] if want_k else None}
 
 
-def _backward_rope(saved: Saved, wants: Wants, *grads: Tensor | None) -> Gradients:
-    return _turn_back(_call_raw_rope, saved, wants, *grads)
-
-
-def _differentiable_backward_rope(saved: Saved, wants: Wants, *grads: Tensor | None) -> Gradients:
-    return _turn_back(rotate, saved, wants, *grads)
-
-
 def _plain_rope(*inputs: Any) -> tuple[Tensor, Tensor]:
     from warpsmith.reference.rope import rope
 
@@ -181,13 +167,13 @@ def _plain_rope(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 # (q, k, cos, sin, interleaved, cu_seqlens, offsets, position_offset, inverse) -> (q, k)
-rotate = differentiable(
+rotate: Callable = differentiable(
     "rope",
     forward=_raw_rope,
     public=2,
     save=("cos", "sin", "interleaved", "cu_seqlens", "offsets", "position_offset", "inverse"),
-    backward=_backward_rope,
-    differentiable_backward=_differentiable_backward_rope,
+    backward=partial(_turn_back, _call_raw_rope),
+    differentiable_backward=lambda *given: _turn_back(rotate, *given),
     plain=_plain_rope,
 )
 
@@ -322,7 +308,7 @@ def _plain_norm(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 # (q, k, q_weight, k_weight, cos, sin, eps, interleaved, cu_seqlens, offsets, position_offset) -> (q, k)
-norm_and_rotate = differentiable(
+norm_and_rotate: Callable = differentiable(
     "qk_norm_rope",
     forward=raw.qk_norm_rope_forward.default,
     public=2,
