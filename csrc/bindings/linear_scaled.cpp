@@ -539,7 +539,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       if (rows.numel() == 0)
         torch::stable::zero_(*sums);
       else
-        add_column_sums(op, rows, *sums, narrow_dtype(op, "dy", dy_any), false);
+        add_column_sums(op, rows, *sums, narrow_dtype(op, "dy", dy_any), Dtype::float32, false);
     }
   }
   if (watch && !amax) amax = fp8_amax(rows, false);

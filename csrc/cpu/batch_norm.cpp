@@ -257,12 +257,14 @@ template <class T> class Forward {
     M *const mean = static_cast<M*>(p.mean), *const rstd = static_cast<M*>(p.rstd);
     const std::vector<M> old_mean = columns_of<M>(p.running_mean, p.running_dtype, p.columns, 0);
     const std::vector<M> old_var = columns_of<M>(p.running_var, p.running_dtype, p.columns, 0);
-    const double rows = static_cast<double>(p.rows);
+    double rows = static_cast<double>(p.rows);
     std::vector<double> exact(old_mean.begin(), old_mean.end()), squares(static_cast<size_t>(p.columns), 0);
     if (p.training) statistics(exact.data(), squares.data());
+    if (p.of_ranks) rows = merge_ranks(exact.data(), squares.data());
+    const bool given = !p.training && !p.of_ranks;
     for (int64_t c = 0; c < p.columns; ++c) {
       mean[c] = static_cast<M>(exact[c]);
-      rstd[c] = static_cast<M>(1 / std::sqrt((p.training ? squares[c] / rows : old_var[c]) + p.eps));
+      rstd[c] = static_cast<M>(1 / std::sqrt((given ? old_var[c] : squares[c] / rows) + p.eps));
     }
     if (p.new_mean) {
       const M keep = static_cast<M>(1 - p.momentum), momentum = static_cast<M>(p.momentum);
@@ -278,11 +280,29 @@ template <class T> class Forward {
     for (int64_t c = 0; p.exact && c < p.columns; ++c) {
       p.exact[c] = exact[c];
       p.exact[p.columns + c] = squares[c] / rows;
+      p.exact[2 * p.columns + c] = rows;
     }
     if (p.y) normalize(mean, rstd);
   }
 
  private:
+  // Of all ranks together, in rank order; returns their rows, which are the same in every channel.
+  double merge_ranks(double* mean, double* square) const {
+    const auto of = [&](int64_t rank, int64_t what) { return p_.of_ranks + (3 * rank + what) * p_.columns; };
+    double rows = 0;
+    for (int64_t r = 0; r < p_.ranks; ++r) rows += of(r, 2)[0];
+    for (int64_t c = 0; c < p_.columns; ++c) {
+      mean[c] = square[c] = 0;
+      for (int64_t r = 0; r < p_.ranks; ++r) mean[c] += of(r, 2)[c] * of(r, 0)[c];
+      mean[c] /= rows;
+      for (int64_t r = 0; r < p_.ranks; ++r) {
+        const double apart = of(r, 0)[c] - mean[c];
+        square[c] += of(r, 2)[c] * (of(r, 1)[c] + apart * apart);
+      }
+    }
+    return rows;
+  }
+
   // Of differences from the first row: sums of squares about 0 would cancel.
   void statistics(double* mean, double* square) const {
     const int64_t columns = p_.columns;
@@ -353,12 +373,17 @@ template <class T> class Backward {
       }
       store_columns(sum, p.dbias, p.weight_dtype);
       store_columns(product, p.dweight, p.weight_dtype);
+      if (p.exact) std::copy(product.begin(), product.end(), std::copy(sum.begin(), sum.end(), p.exact));
     }
-    if (const M* const means = static_cast<const M*>(p.means)) {
-      for (int64_t c = 0; c < p.columns; ++c) {
-        mean_sum_[c] = means[c];
-        mean_product_[c] = means[p.columns + c] * (rstd_[c] / affine_.unit[c]);
+    for (int64_t c = 0; p.sums_of_ranks && c < p.columns; ++c) {
+      double sum = 0, product = 0, rows = 0;
+      for (int64_t r = 0; r < p.ranks; ++r) {
+        sum += p.sums_of_ranks[2 * r * p.columns + c];
+        product += p.sums_of_ranks[(2 * r + 1) * p.columns + c];
+        rows += p.statistics_of_ranks[(3 * r + 2) * p.columns + c];
       }
+      mean_sum_[c] = static_cast<M>(sum / rows);
+      mean_product_[c] = static_cast<M>(product / rows) * (rstd_[c] / affine_.unit[c]);
     }
     if (p.dx || p.dresidual) gradients();
   }

@@ -37,14 +37,15 @@ constexpr int64_t kPieceRows = 8, kGroupRows = 64;
 
 // Threads divide the columns, so each sum has the order of the rows.
 Status column_sums_cpu(const ColumnSumsParams& p, const Parallel& parallel) {
-  return visit_cpu_dtype(p.dtype, [&]<class T>() {
+  return visit_cpu_dtypes(p.dtype, p.sums_dtype, [&]<class T, class W>() {
     using Math = Arithmetic<T>;
     const T* x = static_cast<const T*>(p.x);
-    Math* sums = static_cast<Math*>(p.sums);
+    W* sums = static_cast<W*>(p.sums);
     parallel(ceil_div(p.columns, kTileColumns), 1, [&](int64_t begin, int64_t end) {
       for (int64_t tile = begin; tile < end; ++tile) {
         const int64_t first = tile * kTileColumns, columns = std::min(kTileColumns, p.columns - first);
-        if (!p.add) std::fill_n(sums + first, columns, Math(0));
+        Math total[kTileColumns] = {};
+        for (int64_t c = 0; p.add && c < columns; ++c) total[c] = to_float(sums[first + c]);
         for (int64_t g = 0; g < p.rows; g += kGroupRows) {
           Math group[kTileColumns] = {};
           const int64_t end_of_group = std::min(p.rows, g + kGroupRows);
@@ -58,8 +59,9 @@ Status column_sums_cpu(const ColumnSumsParams& p, const Parallel& parallel) {
             for (int64_t row = r; row < end_of_group; ++row, rows += p.x_stride) add_row(rows, piece, columns);
             for (int64_t c = 0; c < columns; ++c) group[c] += piece[c];
           }
-          for (int64_t c = 0; c < columns; ++c) sums[first + c] += group[c];
+          for (int64_t c = 0; c < columns; ++c) total[c] += group[c];
         }
+        for (int64_t c = 0; c < columns; ++c) sums[first + c] = from_float<W>(total[c]);
       }
     });
     return Status();

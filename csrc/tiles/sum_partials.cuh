@@ -12,11 +12,11 @@ namespace warpsmith::tiles {
 
 constexpr int kSumColumns = 32, kMaxSumSlices = 32;
 
-// sums[c], of type W: partials[r, c] added over all rows in P (float, double), in a fixed order; and second[c], if it
-// is not null, of the as many rows that follow. Each thread adds every row of its slice of a column, then pairs of
-// slices are added.
+// sums[c], of type W: partials[r, c] added over all rows in P (float, double), in a fixed order, with `add` to what
+// sums[c] is; and second[c], if it is not null, of the as many rows that follow. Each thread adds every row of its
+// slice of a column, then pairs of slices are added.
 template <class W, class P> __global__ void __launch_bounds__(kSumColumns* kMaxSumSlices)
-    sum_partials(const P* partials, W* sums, W* second, int64_t rows, int64_t columns) {
+    sum_partials(const P* partials, W* sums, W* second, int64_t rows, int64_t columns, bool add) {
   WARPSMITH_SHARED(P, scratch, kSumColumns * kMaxSumSlices);
   device::wait_for_previous_kernel();
   if (blockIdx.y) partials += rows * columns, sums = second;
@@ -38,12 +38,16 @@ template <class W, class P> __global__ void __launch_bounds__(kSumColumns* kMaxS
     if (slice < half && slice + half < slices) scratch[threadIdx.x] += scratch[threadIdx.x + half * kSumColumns];
     __syncthreads();
   }
-  if (slice == 0 && column < columns)
-    device::store(sums + column, device::from_float<W>(static_cast<float>(scratch[threadIdx.x])));
+  if (slice == 0 && column < columns) {
+    const float total = static_cast<float>(scratch[threadIdx.x]);
+    device::store(sums + column,
+                  device::from_float<W>(add ? device::to_float(device::load(sums + column)) + total : total));
+  }
 }
 
 template <class W, class P = float> Status launch_sum_partials(const void* partials, void* sums, int64_t rows,
-                                                               int64_t columns, void* stream, void* second = nullptr) {
+                                                               int64_t columns, void* stream, void* second = nullptr,
+                                                               bool add = false) {
   if (columns == 0) return {};
   LaunchConfig config;
   config.grid.x = static_cast<unsigned>(ceil_div(columns, kSumColumns));
@@ -51,7 +55,7 @@ template <class W, class P = float> Status launch_sum_partials(const void* parti
   config.block.x = kSumColumns * static_cast<unsigned>(std::clamp<int64_t>(rows, 1, kMaxSumSlices));
   WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
   return launch(sum_partials<W, P>, config, stream, static_cast<const P*>(partials), static_cast<W*>(sums),
-                static_cast<W*>(second), rows, columns);
+                static_cast<W*>(second), rows, columns, add);
 }
 
 }  // namespace warpsmith::tiles

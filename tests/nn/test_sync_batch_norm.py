@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import warpsmith
 from torch import nn
 from warpsmith.testing import measure, run_ranks
+from warpsmith.testing.sim import is_loaded
 
 from tests.dispatched import Beside
 
@@ -50,7 +51,38 @@ def own_share(rank, world_size, device):
 )
 @pytest.mark.not_on_sim("processes of their own")
 def test_ranks_together_obey_the_law_of_one(ranks, device):
-    results = run_ranks(own_share, ranks, device, backend="nccl" if device == "cuda" else "gloo", timeout_s=200)
+    obeys(run_ranks(own_share, ranks, device, backend="nccl" if device == "cuda" else "gloo", timeout_s=200))
+
+
+@pytest.mark.parametrize("ranks", SHARES)
+@pytest.mark.parametrize("device", ["sim-"] if is_loaded() else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_kernels_of_ranks_obey_the_law_of_one(ranks, device):
+    """The ranks' calls in one process, in turn."""
+    raw, device, found = torch.ops.warpsmith, device.replace("sim-", "cpu"), [[] for _ in range(ranks)]
+    for dtype in DTYPES:
+        (x, residual, dy), pair = whole_batch(dtype)
+        pair = [t.to(device) for t in pair]
+        shares = [
+            [t.to(device) for t in share]
+            for share in zip(*(t.split(SHARES[ranks]) for t in (x, residual, dy)), strict=True)
+        ]
+        statistics = torch.stack([raw.batch_norm_statistics(x) for x, _, _ in shares])
+        running = [[torch.zeros(16, device=device), torch.ones(16, device=device)] for _ in shares]
+        forward = [
+            raw.batch_norm_forward_of_ranks(x, residual, *pair, *own, statistics, 0.1, 1e-5, True)
+            for (x, residual, _), own in zip(shares, running, strict=True)
+        ]
+        given = [(dy, x, *pair, *kept[1:]) for (x, _, dy), kept in zip(shares, forward, strict=True)]
+        own = [raw.batch_norm_sums(*g, True, True, True) for g in given]
+        sums = torch.stack([s for s, _, _ in own])
+        for i, g in enumerate(given):
+            gradients = raw.batch_norm_backward_of_ranks(*g, sums, statistics, True, True, True)
+            found[i].append([t.cpu() for t in (forward[i][0], *gradients, *own[i][1:], *running[i])])
+    obeys(found)
+
+
+def obeys(results):
+    ranks = len(results)
     for i, dtype in enumerate(DTYPES):
         (x, residual, dy), (weight, bias) = whole_batch(dtype)
 

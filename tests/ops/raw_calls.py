@@ -119,12 +119,13 @@ def _below_the_package():
     raw.grad_check_table(raw.grad_table(grads), 2, False, 2.0, scale, 1.0, found, torch.zeros(2, dtype=torch.int64))
     raw.rank_mean(torch.randn(4, 6), torch.randn(6), 1, [torch.zeros(6), torch.zeros(6)])
     raw.linear_cross_entropy_scaled(torch.randn(5, 3), torch.tensor(2.0), torch.tensor(3.0), torch.bfloat16)
-    x, dy, statistics = torch.randn(4, 3, 2), torch.randn(4, 3, 2), torch.rand(2, 3)
-    raw.batch_norm_statistics(x)
-    mask = raw.batch_norm_forward(x, None, None, None, *statistics, False, 0.1, 1e-5, True)[-1]
+    x, dy, pair = torch.randn(4, 3, 2), torch.randn(4, 3, 2), torch.rand(2, 3)
+    of_ranks = torch.stack([raw.batch_norm_statistics(t) for t in (x, x + 1)])
     for relu in (False, True):
-        given = x, torch.rand(3), torch.rand(3), *statistics, mask[: mask.numel() * relu], statistics
-        raw.batch_norm_backward_of_ranks(dy, *given, relu, True, False)
+        found = raw.batch_norm_forward_of_ranks(x, dy, *pair, torch.rand(3), torch.rand(3), of_ranks, 0.1, 1e-5, relu)
+        given = dy, x, *pair, *found[1:]
+        sums = raw.batch_norm_sums(*given, relu, True, True)[0]
+        raw.batch_norm_backward_of_ranks(*given, torch.stack([sums, sums]), of_ranks, relu, True, False)
     for scaling in range(3):
         raw.scaled_linear_cast(torch.randn(32, 16), scaling, True, True)
     raw.fp8_scale(raw.fp8_amax(torch.randn(5, 3), True), torch.float8_e5m2, True)

@@ -410,7 +410,7 @@ class TestLinearByOwnProducts(
         y = warpsmith.linear(x, w1, b, residual=x.new_ones(24, 48), main_grad=main_grad)
         assert launches() - before == 2
         y.backward(y.detach())
-        assert launches() - before == 2 + 3  # two products and the column sums, of one slice
+        assert launches() - before == 2 + 4  # two products, column sums of each slice, and of the slices
         y, before = warpsmith.mlp(x, w1, b, w2, None), launches()
         y.backward(y.detach())
         assert launches() - before == 4 + 1  # a product with the derivative and sums of its columns, three more

@@ -21,6 +21,7 @@ FREE = re.compile(
     rf"(bias_\w+|\w*(layer|rms)_norm(_forward|_inference|_fp8)?) x {ROWS}"
     rf"|(mlp|gated_linear|scaled_linear)(_forward|_inference)? x {ROWS}"
     rf"|(relu_squared\w*|(log_)?softmax(_forward)?|linear_cross_entropy_scale\w) x {SHAPE}"
+    rf"|batch_norm_forward_of_ranks of_ranks {ROWS}"
     rf"|(clip_grads|unscale_grads|grad_\w+) (tensors|like|partials) ({SHAPE}|integers|complex)"
     rf"|dropout_add_backward dy {SHAPE}|cross_entropy_scale_ dlogits {SHAPE}|rank_mean parts {ROWS}"
     r"|cross_entropy_\w+_ logits a wider row"

@@ -44,7 +44,7 @@ TEST(the_device_says_which_code_runs) {
 
 TEST(column_sums_of_float64_are_refused) {
   Buffer<float> one(1);
-  ColumnSumsParams sums{one.data(), one.data(), nullptr, 1, 1, 1, false, Dtype::float64};
+  ColumnSumsParams sums{one.data(), one.data(), one.data(), 1, 1, 1, false, Dtype::float64, Dtype::float64};
   expect_refused(column_sums_cuda(sums, nullptr), "float64");
 }
 
@@ -52,12 +52,13 @@ TEST(column_sums_of_float64_are_refused) {
 TEST(column_sums_beyond_2_31_elements) {
   constexpr int64_t kRows = 3, kColumns = 64, kStride = int64_t{1} << 31;
   sim::SparseMemory<bfloat16> x(kRows * kStride);
-  Buffer<float> sums(kColumns);
+  Buffer<float> sums(kColumns), partials(kColumns);
   for (int64_t r = 0; r < kRows; ++r)
     for (int64_t c = 0; c < kColumns; ++c)
       x.data()[r * kStride + c] = from_float<bfloat16>(static_cast<float>(c + 100 * (r + 1) % 37));
-  expect_ok(
-      column_sums_cuda({x.data(), sums.data(), nullptr, kRows, kColumns, kStride, false, Dtype::bfloat16}, nullptr));
+  expect_ok(column_sums_cuda(
+      {x.data(), sums.data(), partials.data(), kRows, kColumns, kStride, false, Dtype::bfloat16, Dtype::float32},
+      nullptr));
   for (int64_t c = 0; c < kColumns; ++c)
     expect_equal("sum", sums[static_cast<size_t>(c)], static_cast<float>(3 * c + 100 % 37 + 200 % 37 + 300 % 37));
 }

@@ -52,6 +52,21 @@ def test_each_kind_of_inputs_has_a_capture_of_its_own():
     assert len({*keys, input_key("step", [], "another structure")}) == len(leaves) + 1
 
 
+def test_graphs_go_before_their_process_group_ends(graphs, monkeypatch):
+    """NCCL would wait for them."""
+    there, training = [], Training()
+    ranks, step = warpsmith.distributed.init(device="cpu"), training.captured()
+    run(step, batches())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        torch.distributed, "destroy_process_group", lambda: there.extend(b.replay for b in step._buckets.values())
+    )
+    ranks.close()
+    assert there == [None] and graphs[0].captures == 1
+    run(step, batches())
+    assert graphs[0].captures == 2
+
+
 def test_an_average_of_the_weights(graphs):
     """EMA, which follows the steps that were not skipped."""
     losses, averages, inputs = [], [], batches(bad=(6,))

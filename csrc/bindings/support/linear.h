@@ -264,12 +264,12 @@ inline void activation_backward(const char* op, LinearActivation activation, con
 
 // The gradient of a bias: the column sums of dz, rounded once.
 inline Tensor bias_gradient(const char* op, const Tensor& dz, const Layer& layer, Dtype dtype) {
-  const Tensor sums = allocate_vector(op, "gradient of bias", layer.out, real_code(dtype), dz);
+  const Tensor sums = allocate_vector(op, "gradient of bias", layer.out, dtype_code(*layer.bias), dz);
   if (dz.numel() == 0)
     torch::stable::zero_(const_cast<Tensor&>(sums));
   else
-    add_column_sums(op, dz, sums, dtype, false);
-  return in_dtype(op, "gradient of bias", sums, dtype_code(*layer.bias));
+    add_column_sums(op, dz, sums, dtype, layer.bias_dtype, false);
+  return sums;
 }
 
 // Adds dz^T @ x to sum, or writes it there. sum [out, in] is contiguous, or its transpose is. The products are added in

@@ -159,13 +159,12 @@ class GradientSums {
   void add_to_bias(const Tensor& dlogits, bool last) {
     const int64_t group = chunks_ / kGroupChunks, place = chunks_ % kGroupChunks;
     ++chunks_;
-    if (group == 0) return add_column_sums(in_.op, dlogits, dbias_, in_.dtype, place > 0);
+    const Dtype real = in_.dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32;
+    if (group == 0) return add_column_sums(in_.op, dlogits, dbias_, in_.dtype, real, place > 0);
     if (!group_) group_ = allocate_vector(in_.op, "gradient of bias", in_.classes, real_code(in_.dtype), in_.hidden);
-    add_column_sums(in_.op, dlogits, *group_, in_.dtype, place > 0);
-    if (last || place == kGroupChunks - 1) {
-      const Dtype real = in_.dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32;
-      add_column_sums(in_.op, matrix_view(*group_, 0, 1, in_.classes, in_.classes), dbias_, real, true);
-    }
+    add_column_sums(in_.op, dlogits, *group_, in_.dtype, real, place > 0);
+    if (last || place == kGroupChunks - 1)
+      add_column_sums(in_.op, matrix_view(*group_, 0, 1, in_.classes, in_.classes), dbias_, real, real, true);
   }
 
   const LinearInputs& in_;

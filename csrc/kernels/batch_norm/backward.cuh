@@ -123,6 +123,7 @@ struct FinishSumsParams {
   const float *mean, *rstd;        // [columns]
   float *mean_sum, *mean_product;  // [columns]: means of g and of g * x_hat
   void *dweight, *dbias;           // [columns], dtype, or null
+  double* exact;                   // [2, columns]: both sums, or null
   int64_t rows, columns, slices;
   Dtype dtype;
 };
@@ -152,6 +153,27 @@ __global__ void __launch_bounds__(kThreads) finish_sums(FinishSumsParams p) {
   device::store(p.mean_product + column, static_cast<float>(product / rows));
   if (p.dbias) store_as(p.dbias, p.dtype, column, static_cast<float>(sum));
   if (p.dweight) store_as(p.dweight, p.dtype, column, static_cast<float>(product));
+  if (p.exact) {
+    device::store(p.exact + column, sum);
+    device::store(p.exact + p.columns + column, product);
+  }
+}
+
+// means[0, c] and means[1, c]: of g and of g * x_hat over the rows of all ranks.
+__global__ void __launch_bounds__(kThreads)
+    mean_of_ranks(const double* sums, const double* statistics, float* means, int64_t ranks, int64_t columns) {
+  device::launch_dependents();
+  device::wait_for_previous_kernel();
+  const int64_t column = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (column >= columns) return;
+  double sum = 0, product = 0, rows = 0;
+  for (int64_t r = 0; r < ranks; ++r) {
+    sum += device::load(sums + 2 * r * columns + column);
+    product += device::load(sums + (2 * r + 1) * columns + column);
+    rows += device::load(statistics + (3 * r + 2) * columns + column);
+  }
+  device::store(means + column, static_cast<float>(sum / rows));
+  device::store(means + columns + column, static_cast<float>(product / rows));
 }
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNormResident) gradients(GradientsParams p) {

@@ -79,9 +79,11 @@ Status batch_norm_forward_cuda(const BatchNormForwardParams& p, void* stream) {
                                 .mean = static_cast<float*>(p.mean),
                                 .rstd = static_cast<float*>(p.rstd),
                                 .exact = p.exact,
+                                .of_ranks = p.of_ranks,
                                 .rows = p.rows,
                                 .columns = p.columns,
                                 .slices = c.slices,
+                                .ranks = p.ranks,
                                 .slice_rows = BatchNormSliceRows(p.rows, c),
                                 .keep = static_cast<float>(1 - p.momentum),
                                 .momentum = static_cast<float>(p.momentum),
@@ -144,6 +146,7 @@ Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) 
                                   .mean_product = means + p.columns,
                                   .dweight = p.dweight,
                                   .dbias = p.dbias,
+                                  .exact = p.exact,
                                   .rows = p.rows,
                                   .columns = p.columns,
                                   .slices = c.slices,
@@ -151,12 +154,21 @@ Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) 
     WARPSMITH_RETURN_IF_FAILED(launch_pass(finish_sums, ceil_div(p.columns, kItems), true, finish, stream));
     g.means = p.training ? means : nullptr;
   }
-  if (p.means) g.means = static_cast<const float*>(p.means);
   if (!p.dx && !p.dresidual) return {};
+  if (p.sums_of_ranks) {
+    float* const means = static_cast<float*>(p.partials);
+    LaunchConfig config;
+    config.grid.x = static_cast<unsigned>(ceil_div(p.columns, int64_t{kThreads}));
+    config.block.x = kThreads;
+    WARPSMITH_RETURN_IF_FAILED(
+        launch(mean_of_ranks, config, stream, p.sums_of_ranks, p.statistics_of_ranks, means, p.ranks, p.columns));
+    g.means = means;
+  }
   const BatchNormConfig last = choose_batch_norm(problem, BatchNormTogether::gradients);
   g.turns = turns_of(problem, last);
   return visit_vectors(p.dtype, last.vector_elems, [&]<class T, int N>() {
-    return launch_pass(gradients<T, N>, last.blocks(), needs_sums, g, stream, kRingBytes<T, N>);
+    const bool after = needs_sums || p.sums_of_ranks;
+    return launch_pass(gradients<T, N>, last.blocks(), after, g, stream, kRingBytes<T, N>);
   });
 }
 

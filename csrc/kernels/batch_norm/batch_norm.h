@@ -17,6 +17,7 @@ WARPSMITH_DEFINE_OPS(BatchNorm, WARPSMITH_BATCH_NORM_OPS)
 // With mean and var those of each column of x (`training`; var divided by rows), or running_mean and running_var:
 //   rstd = 1 / sqrt(var + eps),   v = (x - mean) * rstd * weight + bias + residual,   y = v, or max(v, 0) with `relu`
 //   new_mean = (1 - momentum) * running_mean + momentum * mean, and new_var likewise of var * rows / (rows - 1)
+// With `of_ranks` columns and rows are those of several ranks together, whose `exact` are merged in rank order.
 struct BatchNormForwardParams {
   const void* x = nullptr;             // [rows, columns], dtype; rows x_stride apart
   const void* residual = nullptr;      // [rows, columns], dtype; rows residual_stride apart; null: zeros
@@ -29,11 +30,12 @@ struct BatchNormForwardParams {
                             // y was cut to 0; null: not wanted
   void* mean = nullptr;     // [columns], real
   void* rstd = nullptr;     // [columns], real
-  double* exact = nullptr;  // [2, columns]: mean and variance; null: not wanted
-  void* new_mean = nullptr;  // [columns], running_dtype; null: not wanted. May be running_mean
-  void* new_var = nullptr;   // [columns], running_dtype; null exactly when new_mean is
-  void* partials = nullptr;  // [2, slices, columns], float (double on the CPU), if training
-  int64_t rows = 0, columns = 0, x_stride = 0, residual_stride = 0;
+  double* exact = nullptr;  // [3, columns]: mean, variance and rows; null: not wanted
+  const double* of_ranks = nullptr;  // [ranks, 3, columns]; null: this rank alone
+  void* new_mean = nullptr;          // [columns], running_dtype; null: not wanted. May be running_mean
+  void* new_var = nullptr;           // [columns], running_dtype; null exactly when new_mean is
+  void* partials = nullptr;          // [2, slices, columns], float (double on the CPU), if training
+  int64_t rows = 0, columns = 0, x_stride = 0, residual_stride = 0, ranks = 0;
   double momentum = 0, eps = 0;
   bool training = false, relu = false;
   Dtype dtype = Dtype::float32, weight_dtype = Dtype::float32, running_dtype = Dtype::float32;
@@ -50,18 +52,20 @@ struct BatchNormBackwardParams {
   const void* mean = nullptr;     // [columns], real
   const void* rstd = nullptr;     // [columns], real
   const uint8_t* mask = nullptr;  // of the forward; null with `relu`: there was no residual, v is computed again
-  const void* means = nullptr;    // [2, columns], real: means of g and of g * x_hat, over rows that are not all here;
-                                  // null: of the rows here
-  void* dx = nullptr;             // [rows, columns], dtype, contiguous; null: not wanted
-  void* dresidual = nullptr;      // [rows, columns], dtype, contiguous; null: not wanted
-  void* dweight = nullptr;        // [columns], weight_dtype; null: not wanted
-  void* dbias = nullptr;          // [columns], weight_dtype; null: not wanted
-  void* partials = nullptr;       // [2, slices + 1, columns], float (double on the CPU), if needs_sums()
-  int64_t rows = 0, columns = 0, dy_stride = 0, x_stride = 0;
+  const double* sums_of_ranks = nullptr;        // [ranks, 2, columns]: their `exact`; null: of the rows here alone
+  const double* statistics_of_ranks = nullptr;  // [ranks, 3, columns]: those of the forward, which count the rows
+  void* dx = nullptr;                           // [rows, columns], dtype, contiguous; null: not wanted
+  void* dresidual = nullptr;                    // [rows, columns], dtype, contiguous; null: not wanted
+  void* dweight = nullptr;                      // [columns], weight_dtype; null: not wanted
+  void* dbias = nullptr;                        // [columns], weight_dtype; null: not wanted
+  double* exact = nullptr;                      // [2, columns]: sums of g and of g * x_hat; null: not wanted
+  void* partials = nullptr;  // [2, slices + 1, columns], float (double on the CPU), if needs_sums(); with
+                             // sums_of_ranks [2, 1, columns]
+  int64_t rows = 0, columns = 0, dy_stride = 0, x_stride = 0, ranks = 0;
   bool training = false, relu = false;
   Dtype dtype = Dtype::float32, weight_dtype = Dtype::float32;
 
-  bool needs_sums() const { return (training && dx && !means) || dweight || dbias; }
+  bool needs_sums() const { return (training && dx && !sums_of_ranks) || dweight || dbias || exact; }
 };
 
 Status batch_norm_forward_cuda(const BatchNormForwardParams& params, void* stream);

@@ -49,7 +49,7 @@ constexpr BatchNormConfig choose_batch_norm(const BatchNormProblem& p, int toget
   // As few slices as take the same time: each writes partial sums.
   const int64_t turns = ceil_div(p.rows, c.rows_a_turn), resident = int64_t{kBatchNormResident} * p.multiprocessors;
   const int64_t turns_each = ceil_div(turns, std::max<int64_t>(1, resident / c.tiles));
-  c.slices = ceil_div(turns, std::max<int64_t>(1, turns_each));
+  c.slices = std::max<int64_t>(1, ceil_div(turns, std::max<int64_t>(1, turns_each)));  // of no rows, too
   return c;
 }
 

@@ -172,13 +172,34 @@ struct FinishStatisticsParams {
   const void *running_mean, *running_var;  // [columns], dtype
   void *new_mean, *new_var;                // [columns], dtype, or null
   float *mean, *rstd;                      // [columns]
-  double* exact;                           // [2, columns]: mean and variance, or null
-  int64_t rows, columns, slices;
+  double* exact;                           // [3, columns]: mean, variance and rows, or null
+  const double* of_ranks;                  // [ranks, 3, columns]; null: this rank alone
+  int64_t rows, columns, slices, ranks;
   BatchNormSliceRows slice_rows;
   float keep, momentum;
   double eps;
   Dtype x_dtype, dtype;
 };
+
+// Rows, mean and sum of squares about it of all ranks together, in rank order: the same bits on every rank.
+__device__ __forceinline__ double merge_ranks(const FinishStatisticsParams& p, int64_t column, double& mean,
+                                              double& squares) {
+  double rows = 0;
+  const auto of = [&](int64_t rank, int what) {
+    return device::load(p.of_ranks + (3 * rank + what) * p.columns + column);
+  };
+  for (int64_t r = 0; r < p.ranks; ++r) {
+    const double count = of(r, 2);
+    rows += count;
+    mean += count * of(r, 0);
+  }
+  mean /= rows;
+  for (int64_t r = 0; r < p.ranks; ++r) {
+    const double apart = of(r, 0) - mean;
+    squares += of(r, 2) * (of(r, 1) + apart * apart);
+  }
+  return rows;
+}
 
 __global__ void __launch_bounds__(kThreads) finish_statistics(FinishStatisticsParams p) {
   WARPSMITH_SHARED(double, first_scratch, kThreads);
@@ -189,8 +210,11 @@ __global__ void __launch_bounds__(kThreads) finish_statistics(FinishStatisticsPa
   const int64_t column = int64_t{blockIdx.x} * kItems + threadIdx.x % kItems;
   const bool here = column < p.columns;
   double mean = 0, var = 0, squares = 0;
-  const double rows = static_cast<double>(p.rows);
-  if (p.means) {
+  double rows = static_cast<double>(p.rows);
+  if (p.of_ranks) {
+    if (here && part == 0) rows = merge_ranks(p, column, mean, squares);
+    var = squares / rows;
+  } else if (p.means) {
     double sum = 0, square = 0;
 #pragma unroll 4
     for (int64_t s = here ? part : p.slices; s < p.slices; s += kParts) {
@@ -213,6 +237,7 @@ __global__ void __launch_bounds__(kThreads) finish_statistics(FinishStatisticsPa
   if (p.exact) {
     device::store(p.exact + column, mean);
     device::store(p.exact + p.columns + column, var);
+    device::store(p.exact + 2 * p.columns + column, rows);
   }
   if (!p.new_mean) return;
   const auto update = [&](const void* from, void* to, float value) {

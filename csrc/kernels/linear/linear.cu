@@ -8,24 +8,23 @@
 #include "kernels/linear/column_sums.cuh"
 #include "kernels/linear/linear_config.h"
 #include "kernels/linear/mirror.cuh"
+#include "tiles/sum_partials.cuh"
 
 namespace warpsmith {
 namespace {
 
 using namespace linear;
 
-constexpr int64_t kBlocksAMultiprocessor = 8;  // 2,048 threads
-constexpr int64_t kLeastRowsASlice = 64;       // for each, 4 bytes of partial sums a column are written and read
-constexpr int64_t kMostSlices = 64;
+constexpr int64_t kBlocksAMultiprocessor = 4;  // 64 registers a thread
+constexpr int64_t kLeastRowsASlice = kColumnWarps * kRowsAStep;
+constexpr int64_t kMostSlices = 288;  // which a block of `sum_partials` loads at once
 
 // Elements of one access.
 int vector_elems(const ColumnSumsParams& p) {
   return on_16_bytes(p.x) && on_16_bytes(p.x_stride, p.dtype) ? 16 / size_bytes(p.dtype) : 1;
 }
 
-int64_t column_tiles(const ColumnSumsParams& p) {
-  return ceil_div(p.columns, int64_t{kColumnThreads} * vector_elems(p));
-}
+int64_t column_tiles(const ColumnSumsParams& p) { return ceil_div(p.columns, int64_t{kColumnLanes} * vector_elems(p)); }
 
 }  // namespace
 
@@ -43,15 +42,16 @@ Status column_sums_cuda(const ColumnSumsParams& p, void* stream) {
     if (p.columns == 0) return Status();
     int64_t slices = 0;
     WARPSMITH_RETURN_IF_FAILED(column_sums_slices_cuda(p, &slices));
-    LaunchConfig first, second;
-    first.grid = dim3(static_cast<unsigned>(column_tiles(p)), static_cast<unsigned>(slices));
-    second.grid.x = static_cast<unsigned>(ceil_div(p.columns, kColumnThreads));
-    first.block.x = second.block.x = kColumnThreads;
-    const int64_t rows = ceil_div(p.rows, slices);
+    LaunchConfig config;
+    config.grid = dim3(static_cast<unsigned>(column_tiles(p)), static_cast<unsigned>(slices));
+    config.block.x = kColumnLanes * kColumnWarps;
+    const int64_t rows = ceil_div(ceil_div(p.rows, slices), int64_t{kRowsAStep}) * kRowsAStep;
     constexpr int N = 16 / sizeof(T);
-    WARPSMITH_RETURN_IF_FAILED(vector_elems(p) == 1 ? launch(sum_slices<T, 1>, first, stream, p, rows)
-                                                    : launch(sum_slices<T, N>, first, stream, p, rows));
-    return slices == 1 ? Status() : launch(add_slices, second, stream, p, slices);
+    WARPSMITH_RETURN_IF_FAILED(vector_elems(p) == 1 ? launch(sum_slices<T, 1>, config, stream, p, rows)
+                                                    : launch(sum_slices<T, N>, config, stream, p, rows));
+    return visit_cuda_dtype(p.sums_dtype, [&]<class W>() {
+      return tiles::launch_sum_partials<W>(p.partials, p.sums, slices, p.columns, stream, nullptr, p.add);
+    });
   });
 }
 

@@ -15,14 +15,14 @@ namespace warpsmith {
 
 WARPSMITH_DEFINE_OPS(LinearOp, WARPSMITH_LINEAR_OPS)
 
-// The bias gradient: sums[c] (+)= sum over rows of x[r, c], in a fixed order.
+// The bias gradient: sums[c] (+)= sum over rows of x[r, c], in a fixed order, rounded once.
 struct ColumnSumsParams {
   const void* x;   // [rows, columns], dtype; rows x_stride apart
-  void* sums;      // [columns], real
-  void* partials;  // [column_sums_slices_cuda(...), columns], real; CUDA alone, and null for one slice
+  void* sums;      // [columns], sums_dtype
+  void* partials;  // [column_sums_slices_cuda(...), columns], float; CUDA alone
   int64_t rows, columns, x_stride;
   bool add;  // to what sums holds; otherwise it is written
-  Dtype dtype;
+  Dtype dtype, sums_dtype;
 };
 
 // Into how many slices the rows are cut. Depends on the current device.

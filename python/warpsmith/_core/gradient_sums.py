@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from warpsmith._core.grad_norm import chunk_elems, partial_power_sums
+from warpsmith._core.of_tensors import OfTensors
 from warpsmith._core.tensor_list import moved
 
 _MOST_ORDERS = 64
@@ -40,7 +40,7 @@ class _Known(NamedTuple):
     version: int  # of the gradient: torch counts what is written in place
 
 
-_known = WeakIdKeyDictionary()  # _Known by parameter
+_known = OfTensors[_Known]()  # by parameter
 _orders: dict[tuple[torch.device, tuple[tuple[int, int], ...]], Tensor] = {}
 
 
@@ -80,7 +80,7 @@ def known_sums(params: Sequence[Tensor], *, any_chunks: bool = False) -> Joined 
     found, gradients = list[Sums](), list[Tensor]()
     for param in params:
         known, gradient = _known.get(param), param.grad
-        if known is None or known.gradient() is not gradient or known.version != gradient._version:
+        if known is None or gradient is None or known.gradient() is not gradient or known.version != gradient._version:
             return None
         found.append(known.sums)
         gradients.append(gradient)

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from warpsmith._core import checks
+from warpsmith._core.of_tensors import OfTensors
 
-reductions = WeakIdKeyDictionary()  # by parameter: weak references to what reduces its gradient and its main_grad
-_wrappers = WeakIdKeyDictionary()  # by parameter: a weak reference to the DDP or FSDP module around it, or None
-_parameters = WeakIdKeyDictionary()  # by main_grad that is reduced over ranks: a weak reference to its parameter
+reductions = OfTensors[list[Any]]()  # by parameter: weak references to what reduces its gradient and its main_grad
+_wrappers = OfTensors[Any]()  # by parameter: a weak reference to the DDP or FSDP module around it, or None
+_parameters = OfTensors[Any]()  # by main_grad that is reduced over ranks: a weak reference to its parameter
 # Modules under DDP whose hook reduces main_grads: whether it has done so since their last forward.
 _is_reduced: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 PLAIN = (Tensor, nn.Parameter)
@@ -76,13 +76,31 @@ def have_reduced(parameters: Iterable[Tensor]) -> None:
 
 def _shards_of(parameter: Tensor) -> list[Any]:
     """What reduces a parameter for optimizers that are alive."""
-    return [shards for reference in reductions.get(parameter, ()) if (shards := reference()) is not None]
+    return [shards for reference in reductions.get(parameter) or () if (shards := reference()) is not None]
 
 
 def _bytes_of(t: Tensor) -> tuple[int, int]:
     """First and last byte, plus one, of a tensor with elements."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + elements * t.element_size()
+
+
+def _storage_of(t: Tensor) -> tuple[int, int]:
+    storage = t.untyped_storage()
+    first = storage.data_ptr()
+    return first, first + storage.nbytes()
+
+
+def _refuse_shared_bytes(op: str, argument: str, main_grad: Tensor, inputs: dict[str, Tensor | None]) -> None:
+    first, end = _storage_of(main_grad)
+    for name, t in inputs.items():
+        if type(t) not in PLAIN or t.is_meta:  # type: ignore[union-attr]
+            continue
+        other_first, other_end = _storage_of(t)  # type: ignore[arg-type]
+        if first < other_end and other_first < end and t.numel():  # type: ignore[union-attr]
+            (own, own_end), (other, other_end) = _bytes_of(main_grad), _bytes_of(t)  # type: ignore[arg-type]
+            if own < other_end and other < own_end:
+                checks.refuse(op, argument, f"other memory than that of {name}", f"bytes that {name} holds")
 
 
 def check_main_grad(
@@ -98,14 +116,9 @@ def check_main_grad(
         checks.refuse(op, argument, "a tensor that requires no gradient", "one that does")
     if main_grad.is_neg():
         checks.refuse(op, argument, "a tensor that holds its values", "one with the negative bit")
-    for name, t in {"weight": weight, **inputs}.items():
-        if type(t) not in PLAIN or type(main_grad) not in PLAIN or t.is_meta or main_grad.is_meta:  # type: ignore[union-attr]
-            continue
-        if t.numel() and main_grad.numel():  # type: ignore[union-attr]
-            (first, end), (other_first, other_end) = _bytes_of(main_grad), _bytes_of(t)  # type: ignore[arg-type]
-            if first < other_end and other_first < end:
-                checks.refuse(op, argument, f"other memory than that of {name}", f"bytes that {name} holds")
-    _parameters.pop(main_grad, None)
+    if type(main_grad) in PLAIN and not main_grad.is_meta and main_grad.numel():
+        _refuse_shared_bytes(op, argument, main_grad, {"weight": weight, **inputs})
+    _parameters.pop(main_grad)
     if isinstance(weight, Tensor) and weight.requires_grad and dist.is_available() and dist.is_initialized():
         _check_reduced(op, argument, main_grad, weight)
 

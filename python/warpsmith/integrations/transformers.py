@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.output_capturing import _active_collector
@@ -91,16 +92,21 @@ def attention_mask(*arguments: Any, **options: Any) -> Tensor | None:
     None is for what is causal and no more, and for sliding windows of such: then no mask of S x S is made.
     """
     config, local_size = options.get("config"), options.get("local_size")
-    plain = options.get("allow_is_causal_skip", True) and options.get("attention_mask") is None
+    plain = options.get("attention_mask") is None
+    may_skip = plain and options.get("allow_is_causal_skip", True)
     sliding = local_size is not None and local_size == getattr(config, "sliding_window", None)
     q_offset, q_length, kv_length = options.get("q_offset", 0), options["q_length"], options["kv_length"]
     # A static cache has its offset in a tensor, which the host must not wait for.
     same_end = isinstance(q_offset, int) and q_offset + q_length == options.get("kv_offset", 0) + kv_length
-    if plain and sliding and same_end and getattr(config, "attention_chunk_size", None) is None:
+    if may_skip and sliding and same_end and getattr(config, "attention_chunk_size", None) is None:
         return None
     # transformers skips the mask of an empty static cache too, and takes the first queries and keys for aligned. Here
     # no mask says that the last ones are.
     skip = options.get("allow_is_causal_skip", True) and q_length in (1, kv_length)
+    # While a CUDA graph is captured, transformers 5.17 makes each mask: the attention would read S x S elements.
+    if plain and not is_compiling() and (local_size is None or kv_length < local_size):
+        if (skip and same_end) or options.get("allow_is_bidirectional_skip", False):
+            return None
     return sdpa_mask(*arguments, **{**options, "allow_is_causal_skip": skip})
 
 

@@ -28,7 +28,7 @@ def _vector(x: Tensor) -> int:
     return whole if x.shape[1] % whole == 0 else 1
 
 
-def _fake_inference(a: Any) -> tuple[Tensor, ...]:
+def _check_forward(a: Any, training: bool) -> None:
     x, running_mean = a.x, a.running_mean
     checks.float_dtype(NAME, "x", x)
     check_dimensions(NAME, x)
@@ -36,7 +36,7 @@ def _fake_inference(a: Any) -> tuple[Tensor, ...]:
         checks.alike(NAME, "residual", a.residual, x)
     checks.pair(NAME, x, x.shape[1:2], weight=a.weight, bias=a.bias)
     checks.pair(NAME, x, x.shape[1:2], running_mean=running_mean, running_var=a.running_var)
-    if not a.training and running_mean is None:
+    if not training and running_mean is None:
         checks.refuse(NAME, "running_mean", "a tensor when training is False", "None")
     if (running_mean is None) != (a.running_var is None):
         if running_mean is None:
@@ -44,18 +44,30 @@ def _fake_inference(a: Any) -> tuple[Tensor, ...]:
         checks.refuse(NAME, "running_var", "a tensor beside running_mean", "None")
     checks.refuse_non_eps(NAME, a.eps)
     checks.finite(NAME, "momentum", a.momentum, x.dtype)
-    if a.training and checks.known(_rows(x) == 1):
+    if training and checks.known(_rows(x) == 1):
         expected = "more than 1 value per channel when training"
         checks.refuse(NAME, "x", expected, f"input size {checks.shape_text(x.shape)}")
-    return new_pixels(x), x.new_empty((0,)), x.new_empty((0,))
+
+
+def _new_statistics(a: Any) -> tuple[Tensor, ...]:
+    """Mean, rstd and mask."""
+    x, masked = a.x, a.residual is not None and a.relu
+    mask = x.new_empty((_rows(x), x.shape[1] // _vector(x)) if masked else (0, 0), dtype=torch.uint8)
+    return *(x.new_empty((x.shape[1],), dtype=checks.wide_dtype(x)) for _ in range(2)), mask
+
+
+def _fake_inference(a: Any) -> tuple[Tensor, ...]:
+    _check_forward(a, a.training)
+    return new_pixels(a.x), a.x.new_empty((0,)), a.x.new_empty((0,))
 
 
 def _fake_forward(a: Any) -> tuple[Tensor, ...]:
-    outputs, x = _fake_inference(a), a.x
-    statistics = (x.new_empty((x.shape[1],), dtype=checks.wide_dtype(x)) for _ in range(2))
-    masked = a.residual is not None and a.relu
-    mask = x.new_empty((_rows(x), x.shape[1] // _vector(x)) if masked else (0, 0), dtype=torch.uint8)
-    return (*outputs, *statistics, mask)
+    return (*_fake_inference(a), *_new_statistics(a))
+
+
+def _fake_forward_of_ranks(a: Any) -> tuple[Tensor, ...]:
+    _check_forward(a, a.running_mean is None)
+    return (new_pixels(a.x), *_new_statistics(a))
 
 
 def _fake_traced(a: Any) -> tuple[Tensor, ...]:
@@ -65,27 +77,38 @@ def _fake_traced(a: Any) -> tuple[Tensor, ...]:
     return (y, new_mean, new_var, *more)
 
 
-def _fake_backward_of_ranks(a: Any) -> tuple[Tensor, Tensor]:
-    name, dy, x = NAME + "_backward", a.dy, a.x
-    checks.float_dtype(name, "dy", dy)
+def _check_backward(a: Any) -> None:
+    name, x = NAME + "_backward", a.x
+    checks.float_dtype(name, "dy", a.dy)
     check_dimensions(name, x)
-    checks.alike(name, "x", x, dy)
+    checks.alike(name, "x", x, a.dy)
     checks.pair(name, x, x.shape[1:2], weight=a.weight, bias=a.bias)
-    dx = new_pixels(x) if a.want_dx else dy.new_empty((0,))
-    return dx, new_pixels(x) if a.want_dresidual and a.relu else dy.new_empty((0,))
+
+
+def _parameter_gradients(a: Any) -> tuple[Tensor, ...]:
+    wanted = (a.want_dweight, a.weight), (a.want_dbias, a.bias)
+    return tuple(a.dy.new_empty((0,)) if t is None or not want else torch.empty_like(t) for want, t in wanted)
+
+
+def _fake_backward_of_ranks(a: Any) -> tuple[Tensor, Tensor]:
+    _check_backward(a)
+    dx = new_pixels(a.x) if a.want_dx else a.dy.new_empty((0,))
+    return dx, new_pixels(a.x) if a.want_dresidual and a.relu else a.dy.new_empty((0,))
 
 
 def _fake_backward(a: Any) -> tuple[Tensor, ...]:
-    dx, dresidual = _fake_backward_of_ranks(a)
-    wanted = (a.want_dweight, a.weight), (a.want_dbias, a.bias)
-    of_parameters = (a.dy.new_empty((0,)) if t is None or not want else torch.empty_like(t) for want, t in wanted)
-    return (dx, dresidual, *of_parameters)
+    return (*_fake_backward_of_ranks(a), *_parameter_gradients(a))
+
+
+def _fake_sums(a: Any) -> tuple[Tensor, ...]:
+    _check_backward(a)
+    return (a.x.new_empty((2, a.x.shape[1]), dtype=torch.float64), *_parameter_gradients(a))
 
 
 def _fake_statistics(x: Tensor) -> Tensor:
     checks.float_dtype(NAME + "_statistics", "x", x)
     check_dimensions(NAME + "_statistics", x)
-    return x.new_empty((2, x.shape[1]), dtype=torch.float64)
+    return x.new_empty((3, x.shape[1]), dtype=torch.float64)
 
 
 register_fake(NAME, _fake_traced, named=True)
@@ -93,6 +116,8 @@ register_fake(NAME + "_forward", _fake_forward, named=True)
 register_fake(NAME + "_inference", _fake_inference, named=True)
 register_fake(NAME + "_backward", _fake_backward, named=True)
 register_fake(NAME + "_statistics", _fake_statistics)
+register_fake(NAME + "_forward_of_ranks", _fake_forward_of_ranks, named=True)
+register_fake(NAME + "_sums", _fake_sums, named=True)
 register_fake(NAME + "_backward_of_ranks", _fake_backward_of_ranks, named=True)
 
 

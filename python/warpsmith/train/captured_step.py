@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from warpsmith import _C
-from warpsmith._core import checks
+from warpsmith._core import captures, checks
 from warpsmith.train.backward_waits import NotedCalls, backward_waits
 from warpsmith.train.cuda_graphs import CudaGraphs
 from warpsmith.train.device_values import DeviceValues
@@ -313,6 +313,7 @@ class CapturedStep:
                     scaler._per_optimizer_states.clear()  # half a step's notes
             raise _CannotCapture(_blamed(error)) from error
         bucket.replay, bucket.outputs = replay, outputs
+        captures.alive.add(self)
         bucket.params = params
         bucket.gradients = [(p, p.grad) for p in params if p.grad is not None or not bucket.without_gradients]
         before.restore()

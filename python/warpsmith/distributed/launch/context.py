@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from warpsmith._core import checks
+from warpsmith._core import captures, checks
 from warpsmith.distributed.launch import output
 from warpsmith.distributed.launch.environment import LaunchEnvironment, launch_environment
 from warpsmith.distributed.launch.gloo_threads import wait_until_idle
@@ -104,8 +104,8 @@ class Context:
             dist.barrier()
 
     def close(self, failed: bool = False) -> None:
-        """Ends the process group; calling it again does nothing. failed: the other ranks may be anywhere, so pending
-        collectives are aborted instead of waited for."""
+        """Ends the process group, and drops the graphs of captured steps; calling it again does nothing. failed: the
+        other ranks may be anywhere, so pending collectives are aborted instead of waited for."""
         if not self._open:
             return
         self._open = False
@@ -117,6 +117,7 @@ class Context:
             with self._stopping.or_by_force():
                 _abort()
         else:
+            captures.forget_all()
             dist.destroy_process_group()
         wait_until_idle()
 
