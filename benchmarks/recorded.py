@@ -8,8 +8,6 @@ A row names its recording. The recording names the date, the machine, the versio
 replaced rows stand in the history of results.csv.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import re

@@ -10,8 +10,6 @@ order, and what was found is printed:
 4. only if there is none, ``torch>=2.11`` becomes a build requirement.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

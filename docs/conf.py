@@ -72,6 +72,8 @@ def with_made_parts(app, docname, source):
     for mark, text in MADE.items():
         if mark in source[0]:
             source[0] = source[0].replace(mark, text())
+    app.env.note_dependency(op_tables.ROOT / "docs/op_facts.toml")
+    source[0] = op_tables.built(docname, source[0])
     if docname == "benchmarks":
         for name in ("results", "recordings"):
             app.env.note_dependency(speed_table.ROOT / f"benchmarks/{name}.csv")

@@ -1,11 +1,9 @@
-"""Writes the tables of ops and optimizers, from the rows of the families' lists, docstrings and docs/op_facts.toml: on
-the families' pages docs/ops/<family>.md, in README.md, docs/ops/index.md and docs/design/index.md. The docs build puts
-the reference of functions and modules into docs/api.
+"""Makes the tables of ops and optimizers, from the rows of the families' lists, docstrings and docs/op_facts.toml. This
+writes those of README.md, and begins the sections of new ops on their families' pages. The docs build puts the others
+into docs/ops and docs/design, and the reference of functions and modules into docs/api.
 
     python docs/op_tables.py
 """
-
-from __future__ import annotations
 
 import functools
 import inspect
@@ -256,46 +254,54 @@ def notes_table() -> str:
     return table(["page", "what", "result"], lines)
 
 
-def marks(name: str) -> tuple[str, str]:
-    return f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+def mark(name: str) -> str:
+    return f"<!-- {name} -->\n"
 
 
 def with_tables(page: str, texts: dict[str, str]) -> str:
-    """The page with these tables between their marks."""
+    """The page with these tables in the place of the lines of their marks."""
     for name, text in texts.items():
-        begin, end = marks(name)
-        before, rest = page.split(begin)
-        page = before + begin + text + end + rest.split(end)[1]
+        if mark(name) not in page:
+            raise SystemExit(f"docs: no line of a page ends with {mark(name)}")
+        page = re.sub(f"^.*{mark(name)}", lambda _, text=text: text, page, flags=re.MULTILINE)
     return page
 
 
 def with_sections(family: str, page: str) -> str:
-    """The page of a family with its tables. A new op's section is begun, before that of the op that follows it."""
+    """The page of a family; the section of a new op is begun, before that of the op that follows it."""
     import warpsmith
 
     place = len(page)
     for op in reversed(families()[family]):
-        begin, end = marks(op.name)
-        if begin in page:
-            place = page.rindex("\n## ", 0, page.index(begin))
+        if mark(op.name) in page:
+            place = page.rindex("\n## ", 0, page.index(mark(op.name)))
         else:
             text = first_sentence(getattr(warpsmith, op.name))
-            page = f"{page[:place]}\n## {op.name}\n\n{text}.\n\n{begin}{end}{page[place:]}"
-    return with_tables(page, family_tables(family))
+            page = f"{page[:place]}\n## {op.name}\n\n{text}.\n\n{mark(op.name)}{page[place:]}"
+    return page
+
+
+def built(docname: str, page: str) -> str:
+    """A page of the docs as it is built."""
+    whole = {"ops/index": lambda: {"ops": index_table()}, "design/index": lambda: {"notes": notes_table()}}
+    family = docname.removeprefix("ops/")
+    if family in families() and family != docname:
+        return with_tables(page, family_tables(family))
+    return with_tables(page, whole[docname]()) if docname in whole else page
 
 
 def pages() -> dict[str, str]:
     """{path: what should stand there}."""
-    tables = {
-        "README.md": {"ops": readme_table(), "optimizers": optimizer_line()},
-        "docs/ops/index.md": {"ops": index_table()},
-        "docs/design/index.md": {"notes": notes_table()},
-    }
-    found = {path: with_tables((ROOT / path).read_text(), texts) for path, texts in tables.items()}
+    page = (ROOT / "README.md").read_text()
+    for name, text in {"ops": readme_table(), "optimizers": optimizer_line()}.items():
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+        page = page.split(begin)[0] + begin + text + end + page.split(end)[1]
+    found = {"README.md": page}
     for family in families():
         path = ROOT / f"docs/ops/{family}.md"
-        page = path.read_text() if path.exists() else f"# {title(family)}\n\n{''.join(marks('facts'))}"
-        found[f"docs/ops/{family}.md"] = with_sections(family, page)
+        page = path.read_text() if path.exists() else f"# {title(family)}\n\n{mark('facts')}"
+        found[f"docs/ops/{family}.md"] = page = with_sections(family, page)
+        built(f"ops/{family}", page)  # raises where a mark is missing
     return found
 
 

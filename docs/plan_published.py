@@ -6,8 +6,6 @@ Every case has the settings that its source states. What a source leaves open is
 stated at the family below. No rate in ``warpsmith/distributed/plan/gpus.py`` was fitted to these runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The pictures of docs/speed_table.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 python docs/speed_table.py   # writes README.md's few rows and the pictures
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -6,8 +6,6 @@
 A bar is the median of all recordings of that step, its whisker their range.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from pathlib import Path

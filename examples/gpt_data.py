@@ -1,7 +1,5 @@
 """The data of train_gpt.py: the bytes of any files, cut into batches that are a function of (seed, step)."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

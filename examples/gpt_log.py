@@ -1,7 +1,5 @@
 """The log of train_gpt.py: a line of JSON a step, and the plot of its losses."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 Both kinds of modules have the same meaning and the same parameter names, so a checkpoint of one fits the other.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from types import SimpleNamespace

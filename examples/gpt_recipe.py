@@ -1,7 +1,5 @@
 """The recipe of train_gpt.py: its numbers, the two presets, and what is checked before a run."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Images for train_resnet.py and train_unet.py: scikit-learn's digits, a folder of pictures, or random bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

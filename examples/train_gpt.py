@@ -14,8 +14,6 @@ and a step's batch does not depend on the number of ranks, so a resumed run yiel
 uninterrupted one on the same machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

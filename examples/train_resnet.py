@@ -8,8 +8,6 @@ The model is plain torch, with torchvision's names in its state_dict; `patch` pu
 from the newest checkpoint in `--out`, and writes `log.jsonl` and `curves.png` there.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -8,8 +8,6 @@ straight lines (rectified flow, Liu et al., 2022). A run goes on from the newest
 `samples.png` there: the loss, images of the data, and what the model draws.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The host bodies of the device vocabulary against what a card computed (tools/gpu/conformance)."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import warnings

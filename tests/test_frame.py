@@ -1,7 +1,5 @@
 """What users write in their scripts: names, defaults, what is imported when."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import re

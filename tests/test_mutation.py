@@ -1,7 +1,5 @@
 """tools/sim/mutate.py tells killed mutants from survivors."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Every notebook is stored with its outputs and runs from a clean kernel."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ By hand: `python tools/sim/run.py --op <op>`, and `device_coverage.py` beside it
 and the coverage table, at the end of the session. What passed before with the same content answers from the store.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """What ptxas makes of every kernel: within the budget beside its config, with the instructions that it should have."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Objects and verdicts are known by content alone; tiers, times and the order of groups."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

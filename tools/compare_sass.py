@@ -8,8 +8,6 @@ file's name, which the compiler writes into the symbols of an unnamed namespace.
 count, nor do line numbers. Exit status 1: they differ. Needs cuobjdump (tools/sim/cuda.py says where from).
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import re

@@ -3,8 +3,6 @@
 python tools/families.py            # every op with its family and the arguments of its row
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@
 They come out of NVIDIA's own wheels, by pip, without what those depend on (docs/installation.md).
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -2,7 +2,6 @@
 
 #include <optional>
 #include <string>
-#include <tuple>
 
 #include "bindings/support/device.h"
 #include "bindings/support/dropout.h"

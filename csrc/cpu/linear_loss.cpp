@@ -1,6 +1,5 @@
 #include "kernels/linear_loss/linear_loss.h"
 
-#include <algorithm>
 #include <string>
 
 #include "common/half_host.h"

@@ -1,5 +1,3 @@
-#include <string>
-
 #include "kernels/activation/activation_config.h"
 #include "kernels/activation/activation_ops.h"
 #include "pymodule/problem.h"

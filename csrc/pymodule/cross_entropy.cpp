@@ -1,5 +1,3 @@
-#include <string>
-
 #include "kernels/cross_entropy/cross_entropy_config.h"
 #include "kernels/cross_entropy/cross_entropy_ops.h"
 #include "pymodule/bindings.h"

@@ -1,8 +1,6 @@
-#include <string>
-
+#include "kernels/norm/norm.h"
 #include "kernels/norm/backward_config.h"
 #include "kernels/norm/forward_config.h"
-#include "kernels/norm/norm.h"
 #include "pymodule/problem.h"
 
 namespace warpsmith::host {

@@ -1,5 +1,3 @@
-#include <string>
-
 #include "kernels/rope/rope_config.h"
 #include "kernels/rope/rope_ops.h"
 #include "pymodule/problem.h"

@@ -1,5 +1,3 @@
-#include <cstdio>
-#include <cstring>
 #include <utility>
 
 #include "sim/machine.h"

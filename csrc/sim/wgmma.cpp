@@ -1,4 +1,3 @@
-#include <cstring>
 #include <limits>
 
 #include "common/float8_sums.h"

@@ -1,7 +1,5 @@
 """amp.fp8: which layers it takes, delayed scales, states, and what it stands beside."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """What amp.fp8_report says of layers of which it is known what casts lose."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import math

@@ -1,7 +1,5 @@
 """Two layers of 64 trained in 8-bit floats on the CPU, beside bfloat16: the loss of each recipe, and its bits."""
 
-from __future__ import annotations
-
 import hashlib
 import statistics
 import subprocess

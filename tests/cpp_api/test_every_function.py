@@ -204,14 +204,10 @@ def same(a, b):
     return all(s is t if s is None or t is None else torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
-def python_names(given):
-    return {n: v for n, v in given.items() if n != "inplace_backward"}
-
-
 def assert_equal(cpp, name, python, chosen, leaves):
     """Outputs, and the gradients of each leaf alone and of all."""
     ours = outputs(getattr(cpp, name), *chosen.values())
-    wanted = outputs(python, **python_names(chosen))
+    wanted = outputs(python, **{n: v for n, v in chosen.items() if n != "inplace_backward"})
     assert same(ours, wanted)
     grads = [torch.randn_like(y) for y in wanted]
     for used in [range(len(wanted)), *([i] for i in range(len(wanted)))]:

@@ -45,10 +45,6 @@ def step(model, rank, no_sync):
     model(last).sum().backward()
 
 
-def mean_of_all(ranks):
-    return torch.stack([sum(x.float().sum(0) for x in batches(r)) for r in range(ranks)]).mean(0).expand(OUT, IN)
-
-
 @multirank(2, timeout_s=120)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("keep_norm", [False, True])
@@ -58,7 +54,8 @@ def test_accurate_hook_averages_main_grad(rank, world_size, keep_norm, transpose
     weight = ddp.module.layer.weight
     for _ in range(2):
         step(ddp, rank, ddp.no_sync)
-        assert torch.equal(weight.main_grad, mean_of_all(world_size).bfloat16().float())
+        of_ranks = torch.stack([sum(x.float().sum(0) for x in batches(r)) for r in range(world_size)])
+        assert torch.equal(weight.main_grad, of_ranks.mean(0).expand(OUT, IN).bfloat16().float())
         assert not weight.grad.any() and ddp.module.layer.bias.grad.any()
         weight.main_grad.zero_()
 

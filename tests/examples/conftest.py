@@ -1,7 +1,5 @@
 """What every test of the training example has: small data, and the process as it was."""
 
-from __future__ import annotations
-
 import random
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Runs of the training example that its tests share: their flags, what they leave, and processes of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

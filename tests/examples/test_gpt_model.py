@@ -1,7 +1,5 @@
 """The example's model: GPT-2's sizes, causal, and the modules that are not the obvious ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gpt_model

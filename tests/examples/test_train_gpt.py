@@ -1,7 +1,5 @@
 """The training example: learns, agrees with itself under torchrun, and says in one line what is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The training example resumes bit for bit, and loses nothing: kills, corrupt checkpoints, full disks."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """A small model of every family that ``patch`` knows, read from the integration's own table."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The error law, of whole models and layers."""
 
-from __future__ import annotations
-
 import statistics
 
 import torch

@@ -1,7 +1,5 @@
 """amp.fp8 behind patch, for every family of transformers that patch knows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

@@ -1,7 +1,5 @@
 """transformers' models with random weights, with our ops in them and without: loss and gradients within the law."""
 
-from __future__ import annotations
-
 import copy
 import re
 

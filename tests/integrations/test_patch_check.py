@@ -1,7 +1,5 @@
 """``patch`` compares what it puts in with what was there, and leaves what is not the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Copies, pickles and undoing: nothing stays patched that should not, and all can be patched again."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """Hooks of every kind that torch has, on the modules of a patched model: called as without the patch."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """A patched model hands its attention function exactly what the model hands it without the patch."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from itertools import product

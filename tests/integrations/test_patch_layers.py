@@ -1,7 +1,5 @@
 """A patched decoder layer: what it keeps for its backward, frozen parameters, hooks, second derivatives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

@@ -1,7 +1,5 @@
 """Models of torch's modules after ``warpsmith.patch``: in every use that a model has."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

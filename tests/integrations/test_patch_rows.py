@@ -1,7 +1,5 @@
 """Every row of the table: a patched model beside the model as it was, in each way in which it is used."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The parts of ``patch`` by choice, and models of transformers in the hands of others: wrapped, sharded, adapted."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

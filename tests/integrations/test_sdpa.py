@@ -1,7 +1,5 @@
 """warpsmith.attention as the flash attention of torch's scaled_dot_product_attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

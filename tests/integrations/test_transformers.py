@@ -1,7 +1,5 @@
 """transformers' models with random weights: attn_implementation="warpsmith" beside their eager attention."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

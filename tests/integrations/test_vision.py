@@ -1,7 +1,5 @@
 """Models of images with our ops in them and without: outputs, gradients and running statistics within the law."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

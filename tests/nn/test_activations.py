@@ -1,7 +1,5 @@
 """Modules of the activations in place of what they replace."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

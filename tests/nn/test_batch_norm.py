@@ -1,7 +1,5 @@
 """BatchNorm2d in place of torch's, alone and with the residual and ReLU behind it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

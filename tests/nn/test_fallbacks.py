@@ -1,8 +1,6 @@
 """Every reason for which a call of ``warpsmith.nn.functional`` is torch's, with every option, beside torch: the same
 values and gradients, or an error of both."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

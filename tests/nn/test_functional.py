@@ -1,7 +1,5 @@
 """warpsmith.nn.functional against torch.nn.functional: torch's own sample inputs, and which of them are fused."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Linear and feed-forward layers beside torch's."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 

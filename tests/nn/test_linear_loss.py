@@ -1,7 +1,5 @@
 """The linear losses: torch's linear_cross_entropy, and the head that is a linear layer and its loss."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 

@@ -1,7 +1,5 @@
 """The modules of warpsmith.nn in place of torch's; what an op would refuse, its module's constructor refuses."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

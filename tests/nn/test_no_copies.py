@@ -1,7 +1,5 @@
 """Modules of warpsmith.nn run ops and products on what they get, copy no activation on the way, and wait for none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

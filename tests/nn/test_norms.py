@@ -1,7 +1,5 @@
 """LayerNorm in place of torch's, and the modules that add, perhaps drop, and normalise in place of several of them."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

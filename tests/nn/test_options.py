@@ -1,7 +1,5 @@
 """What a module is told reaches the op that it calls, and its tensors: each option of its constructor, beside each."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

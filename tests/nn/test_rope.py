@@ -1,7 +1,5 @@
 """RotaryEmbedding and QKNormRoPE: their tables and weights, and the parts that they are made of."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

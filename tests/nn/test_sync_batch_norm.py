@@ -1,7 +1,5 @@
 """SyncBatchNorm on 1 to 4 ranks: the law of one rank's whole batch, and conversion from and to torch's modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """What the tests of attention and attention_varlen share: inputs, plain PyTorch in the same dtype."""
 
-from __future__ import annotations
-
 import torch
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -1,7 +1,5 @@
 """What the tests of the norm family share: cases, inputs, bad inputs, and the spec of an op from its schema."""
 
-from __future__ import annotations
-
 import torch
 import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec, sim
@@ -82,26 +80,18 @@ def inputs(case, rng, *, bias, seed=False):
 
 
 BAD_INPUTS = [
-    BadInput("integers", but(x=lambda g: g["x"].int()), r"x: expected float32.*got int32"),
-    BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
-    BadInput("residual shape", but(residual=lambda g: g["residual"][:-1]), r"residual: expected shape \(5, 7\), got"),
     BadInput("residual dtype", but(residual=lambda g: g["residual"].half()),
              "residual: expected bfloat16 or float32, got float16"),
-    BadInput("meta residual", but(residual=lambda g: g["residual"].to("meta")), "residual: expected a", fake=False),
-    BadInput("short weight", but(weight=lambda g: g["weight"][:-1]), r"weight: expected shape \(\d+\), got"),
     BadInput("weight dtype", but(weight=lambda g: g["weight"].half()),
              "weight: expected bfloat16 or float32, got float16"),
     BadInput("negative eps", but(eps=lambda g: -1.0), r"eps: expected a finite number >= 0, got -1", fake=False),
 ]  # fmt: skip
 BAD_BIAS = [
-    BadInput("matrix bias", but(bias=lambda g: g["bias"][None]), r"bias: expected shape \(\d+\), got"),
     BadInput("bias beside a weight", but(bias=lambda g: g["bias"].float()), "bias: expected bfloat16, got float32"),
 ]
 BAD_DROPOUT = [
     BadInput("negative p", but(p=lambda g: -0.1), r"p: expected a number in \[0, 1\], got -0.1"),
     BadInput("large p", but(p=lambda g: 1.5), r"p: expected a number in \[0, 1\], got 1.5"),
-    BadInput("seed dtype", but(seed=lambda g: g["seed"].int()), "seed: expected int64, got int32"),
-    BadInput("seed shape", but(seed=lambda g: g["seed"][:1]), r"seed: expected shape \(2\), got \(1\)"),
 ]
 
 

@@ -1,7 +1,5 @@
 """One valid call of every public op, as its keyword arguments: for tests of what all ops have in common."""
 
-from __future__ import annotations
-
 import torch
 import warpsmith
 from warpsmith.testing import BadInput

@@ -1,8 +1,6 @@
 """Valid calls of every raw op, recorded while the package makes them: from the specs of this folder, the options that
 specs leave out, and a step of every optimizer."""
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """Calls of the ops that treat each row by itself, made from the rows of the families' lists."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

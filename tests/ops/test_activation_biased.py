@@ -27,13 +27,7 @@ FEW_CASES = CASES[::2]  # for ops that share the body
 
 
 BAD_INPUTS = [
-    BadInput("integers", but(x=lambda g: g["x"].int()), r"x: expected float32.*got int32"),
-    BadInput("integer bias", but(bias=lambda g: g["bias"].int()), r"bias: expected float32.*got int32"),
     BadInput("bias dtype", but(bias=lambda g: g["bias"].half()), "bias: expected bfloat16 or float32, got float16"),
-    BadInput("short bias", but(bias=lambda g: g["bias"][:-1]), r"bias: expected shape \(\d+\), got"),
-    BadInput("matrix bias", but(bias=lambda g: g["bias"][None]), r"bias: expected shape \(\d+\), got"),
-    BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
-    BadInput("meta bias", but(bias=lambda g: g["bias"].to("meta")), "bias: expected a", fake=False),
     NO_FLOAT64_ON_CUDA,
 ]  # fmt: skip
 

@@ -1,7 +1,5 @@
 """swiglu that writes its y as 8-bit floats too: the bits of swiglu alone, and of the cast alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from warpsmith.testing import sim

@@ -44,13 +44,9 @@ def inputs(case, rng):
 
 
 BAD_INPUTS = [
-    BadInput("integers", but(gate=lambda g: g["gate"].int()), r"gate: expected float32.*got int32"),
-    BadInput("integer up", but(up=lambda g: g["up"].int()), r"up: expected float32.*got int32"),
     BadInput("up dtype", but(up=lambda g: g["up"].half()), "up: expected bfloat16, got float16"),
-    BadInput("up shape", but(up=lambda g: g["up"][:1]), r"up: expected shape \(\d+, \d+\), got \(1"),
     BadInput("scalar", but(gate=lambda g: g["gate"].sum(), up=lambda g: None), "gate: expected at least one dimension"),
     BadInput("odd", but(gate=lambda g: g["gate"][:, :7], up=lambda g: None), "gate: expected an even last dimension"),
-    BadInput("meta up", but(up=lambda g: g["up"].to("meta")), "up: expected a", fake=False),
     NO_FLOAT64_ON_CUDA,
 ]  # fmt: skip
 

@@ -2,8 +2,6 @@
 gradients change, and are those of the op's definition in ``warpsmith.reference``. The host waits
 for none of it, and it does not matter of which device and dtype torch makes tensors unless it is told."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math

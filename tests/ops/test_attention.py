@@ -1,7 +1,5 @@
 """attention: the case table. What does not fit a table is in test_attention_edges.py."""
 
-from __future__ import annotations
-
 import torch
 import warpsmith
 from warpsmith.reference.attention import attention as reference
@@ -143,15 +141,9 @@ SPEC = OpSpec(
         torch.ops.warpsmith.attention_backward.default: backward_arguments,
     },
     bad_inputs=[
-        BadInput("integers", but(q=lambda g: g["q"].int()), r"q: expected float32.*got int32"),
         BadInput("two dtypes", but(k=lambda g: g["k"].half()), "k: expected bfloat16, got float16"),
-        BadInput("matrix", but(q=lambda g: g["q"][0, 0]), r"q: expected shape \(batch, tokens, heads, head_dim\)"),
-        BadInput("k without a batch", but(k=lambda g: g["k"][0]), r"k: expected shape \(batch, tokens, heads"),
-        BadInput("v on meta", but(v=lambda g: g["v"].to("meta")), "v: expected a", fake=False),
-        BadInput("k of another batch", but(k=lambda g: g["k"][:1]), "k: expected 2 batch entries, got 1"),
         BadInput("v of other tokens", but(v=lambda g: g["v"][:, 1:]), "v: expected 33 tokens, got 32"),
         BadInput("v of other heads", but(v=lambda g: g["v"][:, :, 1:]), "v: expected 4 heads, got 3"),
-        BadInput("wide k", but(k=lambda g: g["k"][..., :32]), "k: expected 64 elements a head, got 32"),
         BadInput("head dim 60", but(q=lambda g: g["q"][..., :60], k=lambda g: g["k"][..., :60]),
                  "q: expected 8 to 256 elements a head, in steps of 8, got 60"),
         BadInput("head dim 264", but(v=lambda g: g["v"].repeat(1, 1, 1, 5)[..., :264]),
@@ -173,8 +165,6 @@ SPEC = OpSpec(
                  "bias: expected float32.*got int64"),
         BadInput("bias dtype", but(bias=lambda g: g["q"].new_zeros(33, 33).half()),
                  "bias: expected bfloat16 or float32, got float16"),
-        BadInput("sink of a wrong shape", but(sink=lambda g: g["q"].new_zeros(3)),
-                 r"sink: expected shape \(4\), got \(3\)"),
         BadInput("slopes of a wrong dtype", but(alibi_slopes=lambda g: g["q"].new_zeros(4)),
                  "alibi_slopes: expected float32, got bfloat16"),
         BadInput("slopes of a wrong shape", but(alibi_slopes=lambda g: g["q"].new_zeros(3, 4).float()),
@@ -184,8 +174,6 @@ SPEC = OpSpec(
         BadInput("dropout of 1", but(dropout_p=lambda g: 1.0), r"dropout_p: expected a number in \[0, 1\), got 1"),
         BadInput("negative dropout", but(dropout_p=lambda g: -0.1),
                  r"dropout_p: expected a number in \[0, 1\), got -0.1"),
-        BadInput("seed dtype", but(dropout_p=lambda g: 0.1, seed=lambda g: torch.zeros(2, device=g["q"].device)),
-                 "seed: expected int64, got float32"),
         BadInput("negative softcap", but(softcap=lambda g: -1.0), "softcap: expected a finite number >= 0, got -1"),
         BadInput("negative window", but(window_size=lambda g: (-2, 0)),
                  "window_size: expected two integers >= -1, got -2"),

@@ -1,7 +1,5 @@
 """Arguments of attention and attention_varlen that are of a wrong Python type, or that do not go together."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

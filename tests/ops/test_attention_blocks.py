@@ -3,8 +3,6 @@
 With equal logits the weights are one over the number of visible keys: ``lse`` counts them, ``out`` says which they are,
 and ``dv`` which queries see a key, exactly enough in every dtype."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -2,8 +2,6 @@
 
 Options of a table's row stand alone or in pairs; kernels, tiles and tails depend on all of them at once."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

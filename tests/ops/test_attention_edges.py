@@ -1,7 +1,5 @@
 """attention where others went wrong, and what no table holds: packed inputs, layouts, masks, dropout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

@@ -38,13 +38,9 @@ def fits(dtype, device):
 
 def results(op, leaves, dout, dlse, **options):
     leaves = {name: t.detach().clone().requires_grad_() for name, t in leaves.items()}
-    out, lse = op(leaves["q"], leaves["k"], leaves["v"], **options, return_lse=True, **of_options(leaves))
+    out, lse = op(**leaves, **options, return_lse=True)
     grads = torch.autograd.grad([out, lse], list(leaves.values()), [dout, dlse], allow_unused=True)
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, grads, strict=True))}
-
-
-def of_options(leaves):
-    return {name: leaves[name] for name in ("bias", "sink") if name in leaves}
 
 
 def compare(leaves, dtype, device, options, names, heads=2):

@@ -1,8 +1,6 @@
 """Calls of the raw ops of attention that are parts of a larger one: ``dropout_place`` drops what that one drops, and a
 backward of some keys takes out and lse of all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

@@ -7,8 +7,6 @@ batches and heads are fewer, so that the reference in float64 fits a CPU. ``smal
 ``--slow``.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ FA is Dao-AILab/flash-attention, cuDNN is NVIDIA/cudnn-frontend, PyTorch is pyto
 issues. Further edges are in test_attention_edges.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 

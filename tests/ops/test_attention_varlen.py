@@ -1,7 +1,5 @@
 """attention_varlen: the case table, documents against each other, offsets that are wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith
@@ -109,19 +107,10 @@ SPEC = OpSpec(
     },
     bad_inputs=[
         BadInput("no offsets", but(cu_seqlens_q=lambda g: None), "cu_seqlens_q: expected a tensor, got None"),
-        BadInput("wide offsets", but(cu_seqlens_q=lambda g: g["cu_seqlens_q"].long()),
-                 "cu_seqlens_q: expected int32, got int64"),
-        BadInput("matrix of offsets", but(cu_seqlens_k=lambda g: g["cu_seqlens_k"][None]),
-                 r"cu_seqlens_k: expected shape \(sequences \+ 1\), got \(1, 3\)"),
         BadInput("one offset", but(cu_seqlens_q=lambda g: g["cu_seqlens_q"][:1]),
                  r"cu_seqlens_q: expected shape \(sequences \+ 1\), got \(1\)"),
-        BadInput("two numbers of sequences", but(cu_seqlens_k=lambda g: g["cu_seqlens_k"][:2]),
-                 r"cu_seqlens_k: expected shape \(3\), got \(2\)"),
-        BadInput("offsets elsewhere", but(cu_seqlens_k=lambda g: g["cu_seqlens_k"].to("meta")),
-                 "cu_seqlens_k: expected a", fake=False),
         BadInput("no length", but(max_seqlen_q=lambda g: None), "max_seqlen_q: expected an integer, got NoneType"),
         BadInput("negative length", but(max_seqlen_k=lambda g: -1), "max_seqlen_k: expected an integer >= 0, got -1"),
-        BadInput("a batch", but(q=lambda g: g["q"][None]), r"q: expected shape \(tokens, heads, head_dim\)"),
         BadInput("falling offsets", but(cu_seqlens_q=lambda g: g["cu_seqlens_q"].flip(0) * 0 + torch.tensor(
             [0, 20, 13], dtype=torch.int32)), "cu_seqlens_q: expected offsets that never fall, of at most 33 tokens, "
                  "got 13 after 20 at index 2", fake=False, devices=("cpu",)),

@@ -1,7 +1,5 @@
 """conv2d under the law in both layouts, and what only it has: torch's arguments, and its ways."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,8 +1,6 @@
 """What an op allocates on the CPU, forward and backward: rows at one stride are read where they lie, and any other
 layout costs at most one copy of the tensor that has it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

@@ -1,7 +1,5 @@
 """cross_entropy under the law, and what only it has: torch's semantics, stats, labels, the plan."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -183,13 +181,8 @@ SPEC = OpSpec(
         raw.cross_entropy_scale_.default: lambda g: (g["logits"], torch.tensor(2.0, device=g["logits"].device)),
     },
     bad_inputs=[
-        BadInput("integers", but(logits=lambda g: g["logits"].int()), r"logits: expected float32.*got int32"),
-        BadInput("scalar", but(logits=lambda g: g["logits"].sum()), "logits: expected at least one dimension"),
-        BadInput("int32 labels", but(target=lambda g: g["target"].int()), "target: expected int64.*, got int32"),
         BadInput("probabilities", but(target=lambda g: g["logits"].softmax(-1).detach()),
                  "target: expected int64 or uint8 class indices, got bfloat16"),
-        BadInput("short target", but(target=lambda g: g["target"][:-1]), r"target: expected shape \(\d+\), got"),
-        BadInput("meta target", but(target=lambda g: g["target"].to("meta")), "target: expected a", fake=False),
         BadInput("no classes", but(logits=lambda g: g["logits"][..., :0]), "logits: expected at least one class"),
         BadInput("label too large", but(target=lambda g: g["target"].clone().fill_(g["logits"].shape[-1])),
                  r"target: expected classes in \[0, \d+\) or ignore_index -100, got \d+ at position 0", fake=False,
@@ -198,8 +191,6 @@ SPEC = OpSpec(
                  fake=False, devices=("cpu",)),
         BadInput("label too large, checked", but(target=lambda g: g["target"].clone().fill_(g["logits"].shape[-1]),
                                                  check_labels=lambda g: True), r"got \d+ at position 0", fake=False),
-        BadInput("short weight", but(class_weight=lambda g: torch.ones(3, device=g["logits"].device)),
-                 r"class_weight: expected shape \(\d+\), got \(3\)"),
         BadInput("weight dtype", but(class_weight=lambda g: g["logits"][0].half().detach()),
                  "class_weight: expected .*, got float16"),
         BadInput("weight with gradient",

@@ -1,7 +1,5 @@
 """cross_entropy's gradient: over the logits where that is allowed, and once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,6 @@
 """The kernels of cross_entropy on the sim: as linear losses call them, rows beyond 2^31 elements, too long for a chip,
 or several for a block, and results that are exact."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

@@ -1,7 +1,5 @@
 """What torch's FlopCounterMode counts for ops that contain products, beside torch's own formulas on the same sizes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

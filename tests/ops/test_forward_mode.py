@@ -1,7 +1,5 @@
 """Forward-mode derivatives: jvp, jacfwd and dual tensors of norms, activations and rope; the others refuse them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

@@ -1,7 +1,5 @@
 """linear, mlp and gated_linear under the law; what else they are has a file beside this one."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

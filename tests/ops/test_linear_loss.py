@@ -1,7 +1,5 @@
 """The linear losses under the law, on every layout of their inputs; what else each is has a file of its own."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -162,23 +160,11 @@ def log_prob_backward_arguments(good):
 
 OPS = torch.ops.warpsmith
 SHARED_BAD = [
-    BadInput("integers", but(hidden=lambda g: g["hidden"].int()), "hidden: expected float32.*got int32"),
-    BadInput("scalar", but(hidden=lambda g: g["hidden"].sum()), "hidden: expected at least one dimension"),
     BadInput("weight dtype", but(weight=lambda g: g["weight"].half()), "weight: expected bfloat16, got float16"),
-    BadInput("weight width", but(weight=lambda g: g["weight"][:, 1:]), r"weight: expected shape \(V, 24\)"),
     BadInput("no classes", but(weight=lambda g: g["weight"][:0]), "weight: expected shape.*with V >= 1, got"),
-    BadInput("meta weight", but(weight=lambda g: g["weight"].to("meta")), "weight: expected a", fake=False),
-    BadInput("target dtype", but(target=lambda g: g["target"].int()), "target: expected int64.*, got int32"),
-    BadInput("target shape", but(target=lambda g: g["target"][1:]), r"target: expected shape \(6\), got \(5\)"),
-    BadInput("bias shape", but(bias=lambda g: g["bias"][1:]), r"bias: expected shape \(37\), got \(36\)"),
-    BadInput("bias dtype", but(bias=lambda g: g["bias"].float()), "bias: expected bfloat16, got float32"),
     BadInput("chunk", but(max_chunk_bytes=lambda g: 0), "max_chunk_bytes: expected an integer >= 1, got 0"),
 ]  # fmt: skip
 CROSS_ENTROPY_BAD = [
-    BadInput("class weight shape", but(class_weight=lambda g: g["weight"][:5, 0].float()),
-             r"class_weight: expected shape \(37\), got \(5\)"),
-    BadInput("class weight dtype", but(class_weight=lambda g: g["weight"][:, 0].int()),
-             "class_weight: expected float32.*got int32"),
     BadInput("half class weight", but(class_weight=lambda g: g["weight"][:, 0].half()),
              "class_weight: expected bfloat16 or float32, got float16"),
     BadInput("learned class weight", but(class_weight=lambda g: torch.nn.Parameter(g["weight"][:, 0].float())),
@@ -285,7 +271,6 @@ LOG_PROB_SPEC = OpSpec(
     bad_inputs=[
         *SHARED_BAD,
         BadInput("weight of one dimension", but(weight=lambda g: g["weight"][0]), r"weight: expected shape \(V, 24\)"),
-        BadInput("meta target", but(target=lambda g: g["target"].to("meta")), "target: expected a", fake=False),
         BadInput("label", but(target=lambda g: g["target"].clone().fill_(37)),
                  r"target: expected classes in \[0, 37\), got 37 at position 0", fake=False, devices=("cpu",)),
         BadInput("negative label", but(target=lambda g: g["target"].clone().index_fill_(0, torch.tensor([2]), -1)),

@@ -1,8 +1,6 @@
 """What linear_cross_entropy's losses are: ignored rows, labels, stats; and its gradients: made chunk by chunk in the
 forward, kept, scaled, given away or added to main_grad."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What linear_log_prob is beside the law: three outputs, saved logits, labels out of range, bounded memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What the linear family is beside the law: where gradients go, how they lie, and what they cost."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

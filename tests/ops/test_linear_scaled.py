@@ -1,7 +1,5 @@
 """scaled_linear under the law; then the signal that is left, casts that are kept, and what a recipe refuses."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from dataclasses import replace

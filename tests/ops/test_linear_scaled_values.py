@@ -1,7 +1,5 @@
 """What 8-bit products leave of a signal, which casts are kept, and which cards a recipe is refused on."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

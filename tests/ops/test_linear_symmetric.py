@@ -1,7 +1,5 @@
 """matmul_symmetric under the law, by torch's products and by ours; and the products that are known to be symmetric."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

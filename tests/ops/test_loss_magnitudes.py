@@ -1,8 +1,6 @@
 """The numbers of losses over all magnitudes: a value that the arithmetic of the logits cannot hold is refused, and
 every other gives a loss and gradients that are numbers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

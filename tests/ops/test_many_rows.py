@@ -1,7 +1,5 @@
 """Gradients of weights and biases on the CPU, which are sums over all rows, obey the error law for many of them too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

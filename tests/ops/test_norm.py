@@ -1,7 +1,5 @@
 """rms_norm and layer_norm under the law, and what only they have: default eps, torch's errors, hard rows."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -68,12 +66,8 @@ LAYER_NORM_CASES = cases_without_residual(
 )
 
 BAD_INPUTS = [
-    BadInput("integers", but(x=lambda g: g["x"].int()), r"x: expected float32.*got int32"),
-    BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
-    BadInput("short weight", but(weight=lambda g: g["weight"][:-1]), r"weight: expected shape \(\d+\), got"),
     BadInput("weight dtype", but(weight=lambda g: g["weight"].half()),
              "weight: expected bfloat16 or float32, got float16"),
-    BadInput("meta weight", but(weight=lambda g: g["weight"].to("meta")), "weight: expected a", fake=False),
     BadInput("negative eps", but(eps=lambda g: -1.0), r"eps: expected a finite number >= 0, got -1", fake=False),
     NO_FLOAT64_ON_CUDA,
 ]  # fmt: skip
@@ -81,12 +75,10 @@ BAD_RMS_NORM = [
     BadInput("matrix weight", but(weight=lambda g: g["weight"][None]), r"weight: expected shape \(\d+\), got"),
 ]  # fmt: skip
 BAD_LAYER_NORM = [
-    BadInput("matrix bias", but(bias=lambda g: g["bias"][None]), r"bias: expected shape \(\d+\), got"),
     BadInput("bias beside a weight", but(bias=lambda g: g["bias"].float()),
              "bias: expected bfloat16, got float32"),
     BadInput("bias alone", but(weight=lambda g: None, bias=lambda g: g["bias"].half()),
              "bias: expected bfloat16 or float32, got float16"),
-    BadInput("meta bias", but(bias=lambda g: g["bias"].to("meta")), "bias: expected a", fake=False),
 ]  # fmt: skip
 
 RMS_NORM = spec_of(

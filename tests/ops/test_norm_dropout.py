@@ -1,8 +1,6 @@
 """dropout_add_rms_norm and dropout_add_layer_norm under the law, and what only they have: the mask and its seed, p at
 its borders."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

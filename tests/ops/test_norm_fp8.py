@@ -1,7 +1,5 @@
 """The norms that write their y as 8-bit floats too: the bits of the norm alone, and of the cast alone."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,8 +1,6 @@
 """add_rms_norm and add_layer_norm under the law, and what only they have: one gradient for both summands, a stream of
 its own dtype, rows whose sum is hard, one output used alone."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

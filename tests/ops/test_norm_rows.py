@@ -1,7 +1,5 @@
 """How many rows stand beside a row changes no bit of its result, though it may choose another kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

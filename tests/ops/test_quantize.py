@@ -1,7 +1,5 @@
 """quantize_fp8 and dequantize_fp8 under the law, in which bytes are integers: equal to the reference's, bit for bit."""
 
-from __future__ import annotations
-
 import torch
 import warpsmith
 from warpsmith.reference.quantize import dequantize_fp8 as dequantize_reference

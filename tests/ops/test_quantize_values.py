@@ -1,7 +1,5 @@
 """Every 16-bit value, borders of the formats, counts, column sums, and how much of a signal is left."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

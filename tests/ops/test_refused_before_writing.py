@@ -1,8 +1,6 @@
 """What an op refuses it refuses before it has written anything; what peers found otherwise, and values that once
 passed in silence."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

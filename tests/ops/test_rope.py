@@ -1,7 +1,5 @@
 """rope and qk_norm_rope: the case tables, and what is their own: layouts and positions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith
@@ -190,23 +188,17 @@ NORM_CASES = [
     Case((1, 40, 3, 520), BF16),
 ]
 BAD_INPUTS = [
-    BadInput("integers", but(q=lambda g: g["q"].int()), r"q: expected float32.*got int32"),
     BadInput("matrix", but(q=lambda g: g["q"][0, 0]), r"q: expected shape \(batch, tokens, heads, head_dim\) or"),
     BadInput("k of other tokens", but(k=lambda g: g["k"][:, 1:]), "k: expected the shape of q but for its heads"),
     BadInput("k of another width", but(k=lambda g: g["k"][..., 2:]),
              "k: expected the shape of q but for its heads"),
-    BadInput("k dtype", but(k=lambda g: g["k"].float()), "k: expected bfloat16, got float32"),
-    BadInput("k on meta", but(k=lambda g: g["k"].to("meta")), "k: expected a", fake=False),
     BadInput("cos dtype", but(cos=lambda g: g["cos"].half()), "cos: expected bfloat16 or float32, got float16"),
-    BadInput("cos on meta", but(cos=lambda g: g["cos"].to("meta")), "cos: expected a", fake=False),
     BadInput("vector cos", but(cos=lambda g: g["cos"][0]), r"cos: expected shape \(positions, rotary_dim / 2\) or"),
     BadInput("wide cos", but(cos=lambda g: g["cos"].repeat(1, 2)),
              "cos: expected a rotary dimension of at most 64"),
     BadInput("odd cos", but(cos=lambda g: g["cos"][None, :5, :3]), "cos: expected an even rotary dimension, got"),
     BadInput("cos of other tokens", but(cos=lambda g: g["cos"][None, :4]),
              r"cos: expected shape \(2 or 1, 5, rotary_dim\), got \(1, 4, 32\)"),
-    BadInput("sin shape", but(sin=lambda g: g["sin"][1:]), r"sin: expected shape \(10, 32\), got \(9, 32\)"),
-    BadInput("sin dtype", but(sin=lambda g: g["sin"].float()), "sin: expected bfloat16, got float32"),
     BadInput("cos with a gradient", but(cos=lambda g: g["cos"].clone().requires_grad_()),
              "cos: expected a tensor that requires no gradient", fake=False),
     BadInput("packed batch", but(cu_seqlens=lambda g: torch.zeros(2, dtype=torch.int32, device=g["q"].device)),
@@ -214,10 +206,6 @@ BAD_INPUTS = [
     BadInput("offset beside rows for each token",
              but(cos=lambda g: g["cos"][None, :5], sin=lambda g: g["sin"][None, :5], position_offset=lambda g: 1),
              "position_offset: expected 0 beside cos of a row for each token, got 1"),
-    BadInput("float offsets", but(position_offset=lambda g: torch.zeros(2, device=g["q"].device)),
-             "position_offset: expected int32 or int64, got (float32|Float)"),
-    BadInput("offsets of another batch", but(position_offset=lambda g: torch.arange(3, device=g["q"].device)),
-             r"position_offset: expected shape \(\) or \(2\), got \(3\)"),
     BadInput("positions beyond the table", but(position_offset=lambda g: 6),
              "position_offset: expected positions from 0 to 9, the rows of cos, got 5 from 6", fake=False),
     BadInput("positions beyond all tables", but(position_offset=lambda g: 2**63 - 2),
@@ -229,14 +217,9 @@ BAD_INPUTS = [
     NO_FLOAT64_ON_CUDA,
 ]  # fmt: skip
 NORM_BAD_INPUTS = [
-    BadInput("short weight", but(q_weight=lambda g: g["q_weight"][1:]), r"q_weight: expected shape \(64\), got"),
     BadInput("matrix weight", but(k_weight=lambda g: g["k_weight"][None]), r"k_weight: expected shape \(64\), got"),
     BadInput("weight dtype", but(q_weight=lambda g: g["q_weight"].half()),
              "q_weight: expected bfloat16 or float32, got float16"),
-    BadInput("two weight dtypes", but(k_weight=lambda g: g["k_weight"].float()),
-             "k_weight: expected bfloat16, got float32"),
-    BadInput("weight on meta", but(k_weight=lambda g: g["k_weight"].to("meta")), "k_weight: expected a",
-             fake=False),
     BadInput("negative eps", but(eps=lambda g: -1.0), r"eps: expected a finite number >= 0, got -1", fake=False),
 ]  # fmt: skip
 

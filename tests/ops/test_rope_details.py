@@ -1,7 +1,5 @@
 """rope in place: the same bits, gradients through views, and what must not be written; and the plans of both ops."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

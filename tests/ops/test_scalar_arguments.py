@@ -1,8 +1,6 @@
 """Tensors, numbers, flags and words of public functions: every value of a wrong kind is refused in the one form, and
 nothing is written. The parameters come from the signatures, so that a new one is tested too."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

@@ -1,7 +1,5 @@
 """All differentiable ops under torch.compile: in functions of torch.func, and with sizes that come from data."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

@@ -1,8 +1,6 @@
 """Each part of a step alone: the host waits for no number of the device, unless it is asked to raise, and what is made
 has the device and dtype of what is given."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,8 +1,6 @@
 """More groups and tensors than one launch takes, and one element that is not finite. All other elements must have the
 bits that they have alone. Runs on the CPU, and with --sim by the kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import warpsmith

@@ -1,7 +1,5 @@
 #pragma once
-#include <algorithm>
 #include <string>
-#include <vector>
 
 #include "device/launch.h"
 #include "device/tensor_map.h"

@@ -201,6 +201,10 @@ TEST(the_blocks_of_a_backward_have_room_in_the_multiprocessor) {
 
 TEST(the_chooser_on_other_machines) {
   expect_equal("one row, one cluster", choose_norm_backward(planned(1, 16384)).blocks, int64_t{4});
+  expect_equal("short rows, five blocks a multiprocessor", choose_norm_backward(planned(131072, 128)).blocks,
+               int64_t{660});
+  expect_equal("of layer_norm with a residual, two", choose_norm_backward(planned(131072, 128, true, 2)).blocks,
+               int64_t{264});
   NormProblem p = planned(3, 12288);
   p.code_capability = 80;
   p.max_shared_bytes = 99 * 1024;  // compute capability 8.6

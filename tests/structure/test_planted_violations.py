@@ -85,7 +85,7 @@ IMPORTS = [
     ("python/warpsmith/reference/a.py", "import warpsmith", "torch alone"),
     ("python/warpsmith/ops/a.py", "from warpsmith.nn import RMSNorm", "must not use nn"),
     ("python/warpsmith/ops/a.py", "from warpsmith import optim", "must not use optim"),
-    ("python/warpsmith/ops/a.py", "from ..reference import a", "must not use reference"),
+    ("python/warpsmith/nn/a.py", "from ..reference import a", "must not use reference"),
     ("python/warpsmith/ops/a.py", "def f():\n    import warpsmith.testing", "must not use testing"),
     ("python/warpsmith/nn/a.py", "import torch\ny = torch.ops.warpsmith.scale", "uses torch.ops"),
     ("python/warpsmith/optim/a.py", "import torch\nf = lambda: torch.ops.warpsmith.adamw()", "uses torch.ops"),

@@ -65,7 +65,9 @@ def test_the_section_of_a_new_op_is_begun_in_its_place(op_tables):
     assert [x for x in begun.splitlines() if x.startswith("## ")] == [
         x for x in page.splitlines() if x.startswith("## ")
     ]
-    assert "## reglu\n\nThe gated linear unit with a rectifier.\n\n<!-- reglu: begin -->\nAs [`swiglu`]" in begun
+    begin = "## reglu\n\nThe gated linear unit with a rectifier.\n\n"
+    assert begin + "<!-- reglu -->\n" in begun
+    assert begin + "As [`swiglu`]" in op_tables.built("ops/activation", begun)
 
 
 def test_no_module_hides_a_package():

@@ -1,7 +1,5 @@
 """Batches come in order, whole, and as the loader gives them; the device copies one ahead, and nobody waits for it."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import types

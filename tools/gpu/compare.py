@@ -8,8 +8,6 @@ A process runs the benchmarks of this tree for one build, our contenders alone. 
 processes of a build; its spread is their standard deviation, of the build where that is larger.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

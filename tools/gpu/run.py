@@ -12,8 +12,6 @@ Each stage has a limit. A failing stage does not stop later ones, but another bu
 tested. $OUT (default build/gpu) gets stages.json, logs.txt, and the rows of the benchmarks.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -6,8 +6,6 @@ copied, so that the tools see few kernels but ours. The optimizers, which have n
     python tools/gpu/sanitized_workload.py [--device cpu] [--cases 1] [--op rms_norm]
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

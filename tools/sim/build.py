@@ -5,8 +5,6 @@ version. It is kept under build/sim; where ccache is installed, it compiles. Sev
 object has a lock.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What killed a sim program: the test that it names is run again, by itself, under the address sanitizer."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

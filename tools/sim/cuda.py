@@ -1,7 +1,5 @@
 """Kernels as nvcc compiles them: the package's own objects where they are fresh, else objects made for the purpose."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

@@ -8,8 +8,6 @@ here and do not count. A line with `// not covered on the host: <reason>` is lef
 for every folder of kernels and launchers. tests/test_sim.py measures the same way, and prints the same table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ Bugs of a family that have a `switch` share a build, in which a variable of the 
 Bugs of the machine's own checks are in tests/sim/planted_*.cpp, where a bug costs no compilation.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

@@ -8,8 +8,6 @@ A Python process that loads it before it imports warpsmith runs every op by its 
 A variant of tools/sim/build.py (asan, coverage) compiles the kernels of one family that way, and all else plainly.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -12,8 +12,6 @@ equivalent_mutants.txt and do not count. The unchanged sources must pass and a m
 fail, else the run itself is wrong and says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -19,8 +19,6 @@ that crashes is run again by itself under the address sanitizer. A test links th
 `// links: csrc/kernels/<family>/<file>.cu`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

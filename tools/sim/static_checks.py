@@ -24,8 +24,6 @@ both). Needs nvcc, or objects that it made, and cuobjdump, which the wheels
 nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm bring.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

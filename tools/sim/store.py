@@ -4,8 +4,6 @@ An entry is a small JSON value under a key, in a file of build/store. A failure 
 times of the tree. WARPSMITH_CACHE=off, or pytest's --no-cache, neither reads nor writes. `make clean` removes all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Keys of verdicts: what a check of a sim program depended on. The same key, the same outcome."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,10 +1,7 @@
 #pragma once
-#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <tuple>
-#include <vector>
 
 #include "bindings/support/tensor.h"
 #include "common/alignment.h"

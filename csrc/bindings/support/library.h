@@ -1,8 +1,6 @@
 #pragma once
 #include <torch/csrc/stable/library.h>
 
-#include <string>
-
 // Registers an op's schemas (once) and its implementations for the devices of this build. Used at namespace scope:
 //
 //   WARPSMITH_SCHEMAS(m) { m.def("axpby(Tensor x, Tensor y) -> Tensor"); }

@@ -10,8 +10,6 @@
 #include <limits>
 #include <optional>
 #include <string>
-#include <tuple>
-#include <utility>
 
 #include "bindings/support/errors.h"
 #include "common/dtype.h"

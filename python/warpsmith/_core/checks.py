@@ -1,7 +1,5 @@
 """The checks of the C++ binding, for fake and meta tensors: same conditions, same words."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The mask itself is never stored. ``csrc/common/dropout.h`` defines it as a funct
 index, with the same bits on the CPU, on CUDA and in ``warpsmith.reference.dropout``.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

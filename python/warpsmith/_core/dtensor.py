@@ -5,8 +5,6 @@ What is not shared out by rows (parts of rows, sums that wait for other ranks) i
 do. Parameters are whole on every rank, and their gradients wait for the sum over the ranks (``Partial``).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any

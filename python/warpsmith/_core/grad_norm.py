@@ -1,8 +1,6 @@
 """Gradient norms: the raw ops, with the fakes of those that traced code may call; the checks of arguments and tensors;
 and what becomes of the sums of several devices and ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -41,18 +39,9 @@ def _check_scalars(op: str, tensors: Sequence[Tensor], **scalars: Tensor) -> Non
         checks.same_device(op, name, t, tensors[0])
 
 
-def _fake_check(
-    tensors: list[Tensor],
-    p: float,
-    scale: Tensor,
-    max_norm: float,
-    found_inf: Tensor,
-    bad_counts: Tensor,
-    total_elems: int = 0,
-    known: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_scalars("grad_check", tensors, scale=scale, found_inf=found_inf, bad_counts=bad_counts)
-    return *_fake_norm(tensors, p), tensors[0].new_empty((), dtype=torch.float32)
+def _fake_check(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check_scalars("grad_check", a.tensors, scale=a.scale, found_inf=a.found_inf, bad_counts=a.bad_counts)
+    return *_fake_norm(a.tensors, a.p), a.tensors[0].new_empty((), dtype=torch.float32)
 
 
 def _fake_unscale(tensors: list[Tensor], inv_scale: Tensor, found_inf: Tensor, bad_counts: Tensor) -> None:
@@ -61,7 +50,7 @@ def _fake_unscale(tensors: list[Tensor], inv_scale: Tensor, found_inf: Tensor, b
 
 register_fake("grad_norm", _fake_norm)
 register_fake("clip_grads", _fake_clip)
-register_fake("grad_check", _fake_check)
+register_fake("grad_check", _fake_check, named=True)
 register_fake("unscale_grads", _fake_unscale)
 
 

@@ -1,7 +1,5 @@
 """Sums of squares of gradients, taken where they were written: norms from them need not read the gradients again."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Sequence

@@ -6,11 +6,9 @@ eager takes those two, and ``torch.compile`` and ``torch.export`` see a second o
 a formula.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from operator import itemgetter
 from types import NoneType
 from typing import Any
@@ -39,16 +37,26 @@ Wants = Any
 Gradients = Mapping[str, Tensor | None]
 
 
-def register_fake(name: str, fake: Callable, on_one_device: bool = True) -> None:
+def register_fake(name: str, fake: Callable, on_one_device: bool = True, named: bool = False) -> None:
     """Gives the op ``warpsmith::name`` its outputs' shapes, dtypes, devices and strides, for fake and meta tensors.
-    ``on_one_device``: a tensor on another device than the first is refused, as every binding does.
+    ``on_one_device``: a tensor on another device than the first is refused, as every binding does. ``named``: ``fake``
+    takes one object that has the arguments of the op's schema by their names.
 
     The kernel of the Meta key does what ``torch.library.register_fake`` does for an op that creates no unbacked sizes,
     at a quarter of its cost at import (0.025 ms against 0.11 ms).
     """
 
+    @cache
+    def given() -> Any:
+        arguments = getattr(raw, name).default._schema.arguments
+        defaults = [a.default_value for a in arguments if a.has_default_value()]
+        return namedtuple("given", [a.name for a in arguments], defaults=defaults)
+
+    def made(*inputs: Any, **options: Any) -> Any:
+        return fake(given()(*inputs, **options)) if named else fake(*inputs, **options)
+
     def checked(*inputs: Any, **options: Any) -> Any:
-        result = fake(*inputs, **options)
+        result = made(*inputs, **options)
         like: Tensor | None = None
         for i, value in enumerate(inputs):
             for t in value if isinstance(value, (list, tuple)) else (value,):
@@ -58,7 +66,7 @@ def register_fake(name: str, fake: Callable, on_one_device: bool = True) -> None
                     checks.same_device(name, getattr(raw, name).default._schema.arguments[i].name, t, like)
         return result
 
-    _fragment.impl(name, checked if on_one_device else fake, "Meta")
+    _fragment.impl(name, checked if on_one_device else made, "Meta")
 
 
 def _without_wrapper(op: Callable) -> Callable:

@@ -1,7 +1,5 @@
 """Loads the op library, exactly once and with one message for each thing that can be wrong."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

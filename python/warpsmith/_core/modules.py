@@ -1,7 +1,5 @@
 """Whether a module may be left out: our ops take its parameters in the place of a call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

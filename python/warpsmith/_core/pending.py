@@ -1,7 +1,5 @@
 """Totals on a device that many small results are added to: a few launches take those of all totals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from threading import Lock
 

@@ -1,7 +1,5 @@
 """What multi-tensor optimizers share: which tensors take part in a step, and which gradients fit."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

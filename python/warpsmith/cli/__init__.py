@@ -1,7 +1,5 @@
 """What ``python -m warpsmith`` runs. Nothing here is imported by ``import warpsmith``."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """``python -m warpsmith info``: what was built, what torch offers, and which kernels run on this machine."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ python -m warpsmith plan --gpu H100 --config config.json --data 64 --sharding 3 
 torchrun --nproc-per-node 8 -m warpsmith plan --calibrate --config config.json --data 8
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Whether what ``patch`` puts in computes what was there: each formula runs beside the module's own on random rows."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

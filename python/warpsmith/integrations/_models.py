@@ -1,7 +1,5 @@
 """What ``patch`` does with models of transformers beside the rows of their classes."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys
@@ -21,12 +19,9 @@ from warpsmith.nn._dispatch import reason_for_torch_scaled_dot_product_attention
 
 def _classes(model_class: type) -> list[tuple[type, Part]]:
     """The classes with a part in the file of a model's class."""
-    found = [(cls, part_of(cls)) for n, cls in vars(sys.modules[model_class.__module__]).items() if _is(cls, n)]
+    named = vars(sys.modules[model_class.__module__]).items()
+    found = [(cls, part_of(cls)) for name, cls in named if isinstance(cls, type) and cls.__name__ == name]
     return [(cls, part) for cls, part in found if part is not None and cls.__module__ == model_class.__module__]
-
-
-def _is(thing: Any, name: str) -> bool:
-    return isinstance(thing, type) and thing.__name__ == name
 
 
 def is_patched(model_class: type) -> bool:

@@ -1,7 +1,5 @@
 """What the replaced forwards ask of modules: whose their forward is; stand-ins for them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Calls of torch's scaled_dot_product_attention in the code of a model: ours by registration, while a patch lasts."""
 
-from __future__ import annotations
-
 import threading
 import types
 from typing import Any

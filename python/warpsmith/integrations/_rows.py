@@ -1,7 +1,5 @@
 """Which class of transformers gets which part: a row for each family of models."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from warpsmith._core import checks

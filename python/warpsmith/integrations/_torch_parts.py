@@ -1,7 +1,5 @@
 """The parts of torch's own modules that ``patch`` replaces. What an op does not take, a call leaves to torch."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Sequence

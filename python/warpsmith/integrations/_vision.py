@@ -1,7 +1,5 @@
 """What stands in the place of norms, and of what is around them, in models of images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -221,12 +221,7 @@ class AddRMSNorm(RMSNormBase):
     Takes the place of ``residual = residual + x`` and of the ``torch.nn.RMSNorm`` that follows. ``state_dict``
     and constructor are that module's, to which ``weight_offset`` is added.
 
-    Args:
-        normalized_shape: the trailing dimensions to normalise over, an int for the last one alone.
-        eps: added to the mean square. None: the machine epsilon of the arithmetic.
-        elementwise_affine: whether there is a ``weight`` of ``normalized_shape``.
-        device, dtype: of the weight. float32 beside 16-bit activations is fine.
-        weight_offset: added to the weight; the weight then starts at ``1 - weight_offset``.
+    Args: those of :class:`RMSNorm`.
 
     Shapes: x and residual ``(..., *normalized_shape)``; returns ``(y, residual_out)``, both of that shape. Dtypes,
     determinism and errors: as :func:`warpsmith.add_rms_norm`.
@@ -252,12 +247,7 @@ class AddLayerNorm(LayerNormBase):
     Takes the place of ``residual = residual + x`` and of the ``torch.nn.LayerNorm`` that follows.
     ``state_dict`` and constructor are that module's.
 
-    Args:
-        normalized_shape: the trailing dimensions to normalise over, an int for the last one alone.
-        eps: added to the variance.
-        elementwise_affine: whether there is a ``weight`` of ``normalized_shape``.
-        bias: whether there is a ``bias`` beside it.
-        device, dtype: of weight and bias. float32 beside 16-bit activations is fine.
+    Args: those of :class:`LayerNorm`.
 
     Shapes: x and residual ``(..., *normalized_shape)``; returns ``(y, residual_out)``, both of that shape. Dtypes,
     determinism and errors: as :func:`warpsmith.add_layer_norm`.
@@ -284,13 +274,7 @@ class DropoutAddRMSNorm(Norm):
     ``state_dict`` and constructor are that module's, to which ``p`` as the second argument and
     ``weight_offset`` are added.
 
-    Args:
-        normalized_shape: the trailing dimensions to normalise over, an int for the last one alone.
-        p: the probability of a drop in training mode, in [0, 1].
-        eps: added to the mean square. None: the machine epsilon of the arithmetic.
-        elementwise_affine: whether there is a ``weight`` of ``normalized_shape``.
-        device, dtype: of the weight. float32 beside 16-bit activations is fine.
-        weight_offset: added to the weight; the weight then starts at ``1 - weight_offset``.
+    Args: those of :class:`RMSNorm`, and ``p``, the probability of a drop in training mode, in [0, 1].
 
     Shapes: x and residual ``(..., *normalized_shape)``; returns ``(y, residual_out)``, both of that shape. Dtypes,
     determinism and errors: as :func:`warpsmith.dropout_add_rms_norm`.
@@ -332,13 +316,7 @@ class DropoutAddLayerNorm(Norm):
     Takes the place of ``residual = residual + dropout(x)`` and of the ``torch.nn.LayerNorm`` that follows.
     ``state_dict`` and constructor are that module's, to which ``p`` as the second argument is added.
 
-    Args:
-        normalized_shape: the trailing dimensions to normalise over, an int for the last one alone.
-        p: the probability of a drop in training mode, in [0, 1].
-        eps: added to the variance.
-        elementwise_affine: whether there is a ``weight`` of ``normalized_shape``.
-        bias: whether there is a ``bias`` beside it.
-        device, dtype: of weight and bias. float32 beside 16-bit activations is fine.
+    Args: those of :class:`LayerNorm`, and ``p``, the probability of a drop in training mode, in [0, 1].
 
     Shapes: x and residual ``(..., *normalized_shape)``; returns ``(y, residual_out)``, both of that shape. Dtypes,
     determinism and errors: as :func:`warpsmith.dropout_add_layer_norm`.

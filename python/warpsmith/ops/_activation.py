@@ -1,8 +1,6 @@
 """The activation family: the fakes and the differentiable functions of gated and biased activations, made from their
 schemas, and gelu and silu in plain torch operations for second derivatives."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

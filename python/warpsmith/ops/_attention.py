@@ -1,7 +1,5 @@
 """The raw ops of attention and attention_varlen: fakes, which repeat the checks of the C++ binding, and gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

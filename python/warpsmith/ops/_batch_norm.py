@@ -4,8 +4,6 @@ The raw ops ``(x, residual, weight, bias, running_mean, running_var, training, m
 statistics in place, but for the traced one, which returns new ones that the public function copies.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -30,81 +28,81 @@ def _vector(x: Tensor) -> int:
     return whole if x.shape[1] % whole == 0 else 1
 
 
-def _fake_inference(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    relu: bool,
-) -> tuple[Tensor, ...]:
+def _check_forward(a: Any, training: bool) -> None:
+    x, running_mean = a.x, a.running_mean
     checks.float_dtype(NAME, "x", x)
     check_dimensions(NAME, x)
-    if residual is not None:
-        checks.alike(NAME, "residual", residual, x)
-    checks.pair(NAME, x, x.shape[1:2], weight=weight, bias=bias)
-    checks.pair(NAME, x, x.shape[1:2], running_mean=running_mean, running_var=running_var)
+    if a.residual is not None:
+        checks.alike(NAME, "residual", a.residual, x)
+    checks.pair(NAME, x, x.shape[1:2], weight=a.weight, bias=a.bias)
+    checks.pair(NAME, x, x.shape[1:2], running_mean=running_mean, running_var=a.running_var)
     if not training and running_mean is None:
         checks.refuse(NAME, "running_mean", "a tensor when training is False", "None")
-    if (running_mean is None) != (running_var is None):
+    if (running_mean is None) != (a.running_var is None):
         if running_mean is None:
             checks.refuse(NAME, "running_var", "None beside no running_mean", "a tensor")
         checks.refuse(NAME, "running_var", "a tensor beside running_mean", "None")
-    checks.refuse_non_eps(NAME, eps)
-    checks.finite(NAME, "momentum", momentum, x.dtype)
+    checks.refuse_non_eps(NAME, a.eps)
+    checks.finite(NAME, "momentum", a.momentum, x.dtype)
     if training and checks.known(_rows(x) == 1):
         expected = "more than 1 value per channel when training"
         checks.refuse(NAME, "x", expected, f"input size {checks.shape_text(x.shape)}")
-    return new_pixels(x), x.new_empty((0,)), x.new_empty((0,))
 
 
-def _fake_forward(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    outputs = _fake_inference(x, residual, *others)
-    statistics = (x.new_empty((x.shape[1],), dtype=checks.wide_dtype(x)) for _ in range(2))
-    masked = residual is not None and others[-1]
+def _new_statistics(a: Any) -> tuple[Tensor, ...]:
+    """Mean, rstd and mask."""
+    x, masked = a.x, a.residual is not None and a.relu
     mask = x.new_empty((_rows(x), x.shape[1] // _vector(x)) if masked else (0, 0), dtype=torch.uint8)
-    return (*outputs, *statistics, mask)
+    return *(x.new_empty((x.shape[1],), dtype=checks.wide_dtype(x)) for _ in range(2)), mask
 
 
-def _fake_traced(x: Tensor, residual: Tensor | None, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    y, new_mean, new_var, *more = _fake_forward(x, residual, weight, *others)
-    _, mean, var, training, *_ = others
-    if training and mean is not None:
-        new_mean, new_var = torch.empty_like(mean), torch.empty_like(var)
+def _fake_inference(a: Any) -> tuple[Tensor, ...]:
+    _check_forward(a, a.training)
+    return new_pixels(a.x), a.x.new_empty((0,)), a.x.new_empty((0,))
+
+
+def _fake_forward(a: Any) -> tuple[Tensor, ...]:
+    return (*_fake_inference(a), *_new_statistics(a))
+
+
+def _fake_forward_of_ranks(a: Any) -> tuple[Tensor, ...]:
+    _check_forward(a, a.running_mean is None)
+    return (new_pixels(a.x), *_new_statistics(a))
+
+
+def _fake_traced(a: Any) -> tuple[Tensor, ...]:
+    y, new_mean, new_var, *more = _fake_forward(a)
+    if a.training and a.running_mean is not None:
+        new_mean, new_var = torch.empty_like(a.running_mean), torch.empty_like(a.running_var)
     return (y, new_mean, new_var, *more)
 
 
-def _fake_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    mask: Tensor,
-    training: bool,
-    relu: bool,
-    want_dx: bool,
-    want_dresidual: bool,
-    want_dweight: bool,
-    want_dbias: bool,
-) -> tuple[Tensor, ...]:
-    name = NAME + "_backward"
-    checks.float_dtype(name, "dy", dy)
+def _check_backward(a: Any) -> None:
+    name, x = NAME + "_backward", a.x
+    checks.float_dtype(name, "dy", a.dy)
     check_dimensions(name, x)
-    checks.alike(name, "x", x, dy)
-    checks.pair(name, x, x.shape[1:2], weight=weight, bias=bias)
-    none = dy.new_empty((0,))
-    return (
-        new_pixels(x) if want_dx else none,
-        new_pixels(x) if want_dresidual and relu else dy.new_empty((0,)),
-        torch.empty_like(weight) if want_dweight and weight is not None else dy.new_empty((0,)),
-        torch.empty_like(bias) if want_dbias and bias is not None else dy.new_empty((0,)),
-    )
+    checks.alike(name, "x", x, a.dy)
+    checks.pair(name, x, x.shape[1:2], weight=a.weight, bias=a.bias)
+
+
+def _parameter_gradients(a: Any) -> tuple[Tensor, ...]:
+    wanted = (a.want_dweight, a.weight), (a.want_dbias, a.bias)
+    return tuple(a.dy.new_empty((0,)) if t is None or not want else torch.empty_like(t) for want, t in wanted)
+
+
+def _fake_backward_of_ranks(a: Any) -> tuple[Tensor, Tensor]:
+    _check_backward(a)
+    dx = new_pixels(a.x) if a.want_dx else a.dy.new_empty((0,))
+    return dx, new_pixels(a.x) if a.want_dresidual and a.relu else a.dy.new_empty((0,))
+
+
+def _fake_backward(a: Any) -> tuple[Tensor, ...]:
+    return (*_fake_backward_of_ranks(a), *_parameter_gradients(a))
+
+
+def _fake_sums(a: Any) -> tuple[Tensor, ...]:
+    _check_backward(a)
+    return (a.x.new_empty((2, a.x.shape[1]), dtype=torch.float64), *_parameter_gradients(a))
 
 
 def _fake_statistics(x: Tensor) -> Tensor:
@@ -113,29 +111,14 @@ def _fake_statistics(x: Tensor) -> Tensor:
     return x.new_empty((3, x.shape[1]), dtype=torch.float64)
 
 
-def _fake_forward_of_ranks(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    *given, of_ranks, momentum, eps, relu = others
-    y, _, _, *more = _fake_forward(x, *given, given[3] is None, momentum, eps, relu)
-    return (y, *more)
-
-
-def _fake_sums(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    given = (*others[:-3], True, others[-3], False, False, *others[-2:])
-    return (x.new_empty((2, x.shape[1]), dtype=torch.float64), *_fake_backward(dy, x, *given)[2:])
-
-
-def _fake_backward_of_ranks(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return _fake_backward(dy, x, *(*others[:-5], True, *others[-3:], False, False))[:2]
-
-
-register_fake(NAME, _fake_traced)
-register_fake(NAME + "_forward", _fake_forward)
-register_fake(NAME + "_inference", _fake_inference)
-register_fake(NAME + "_backward", _fake_backward)
+register_fake(NAME, _fake_traced, named=True)
+register_fake(NAME + "_forward", _fake_forward, named=True)
+register_fake(NAME + "_inference", _fake_inference, named=True)
+register_fake(NAME + "_backward", _fake_backward, named=True)
 register_fake(NAME + "_statistics", _fake_statistics)
-register_fake(NAME + "_forward_of_ranks", _fake_forward_of_ranks)
-register_fake(NAME + "_sums", _fake_sums)
-register_fake(NAME + "_backward_of_ranks", _fake_backward_of_ranks)
+register_fake(NAME + "_forward_of_ranks", _fake_forward_of_ranks, named=True)
+register_fake(NAME + "_sums", _fake_sums, named=True)
+register_fake(NAME + "_backward_of_ranks", _fake_backward_of_ranks, named=True)
 
 
 def _dims(x: Tensor) -> list[int]:

@@ -1,7 +1,5 @@
 """conv2d's checks, its choice of a way, and what follows torch's convolution."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

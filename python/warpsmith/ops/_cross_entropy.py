@@ -1,7 +1,5 @@
 """The fakes and the gradient of cross_entropy, and the checks that the linear losses share with it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -107,55 +105,31 @@ def check_inputs(op: str, logits: Tensor, target: Tensor, class_weight: Tensor |
     check_class_weight(op, class_weight, logits, logits.shape[-1])
 
 
-def _fake_forward(
-    logits: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    stats: bool,
-    inplace_backward: bool = False,
-) -> tuple[Tensor, ...]:
-    check_inputs(_OP, logits, target, class_weight)
-    check_options(_OP, label_smoothing, z_loss, softcap, logits.dtype)
-    real = checks.wide_dtype(logits)
+def _check(op: str, a: Any) -> None:
+    """a: the arguments of a raw op."""
+    check_inputs(op, a.logits, a.target, a.class_weight)
+    check_options(op, a.label_smoothing, a.z_loss, a.softcap, a.logits.dtype)
+
+
+def _fake_forward(a: Any) -> tuple[Tensor, ...]:
+    _check(_OP, a)
+    logits, rows, real = a.logits, a.target.shape, checks.wide_dtype(a.logits)
     none = logits.new_empty((0,), dtype=real)
-    loss = logits.new_empty(target.shape if reduction == NONE else (), dtype=real)
-    lse = logits.new_empty(target.shape, dtype=real)
-    argmax = logits.new_empty(target.shape if stats else (0,), dtype=torch.int64)
-    accuracy = logits.new_empty((), dtype=real) if stats else none
-    denominator = logits.new_empty((), dtype=real) if reduction == MEAN else none.clone()
+    loss = logits.new_empty(rows if a.reduction == NONE else (), dtype=real)
+    lse = logits.new_empty(rows, dtype=real)
+    argmax = logits.new_empty(rows if a.stats else (0,), dtype=torch.int64)
+    accuracy = logits.new_empty((), dtype=real) if a.stats else none
+    denominator = logits.new_empty((), dtype=real) if a.reduction == MEAN else none.clone()
     return loss, lse, argmax, accuracy, denominator, lse.clone(), lse.clone()
 
 
-def _fake_with_gradient(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return *_fake_forward(logits, *rest), torch.empty_like(logits, memory_format=torch.contiguous_format)
+def _fake_with_gradient(a: Any) -> tuple[Tensor, ...]:
+    return *_fake_forward(a), torch.empty_like(a.logits, memory_format=torch.contiguous_format)
 
 
-def _fake_backward(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None,
-    row_max: Tensor,
-    row_sum: Tensor,
-    denominator: Tensor,
-    late: bool,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-) -> Tensor:
-    check_inputs(_BACKWARD, logits, target, class_weight)
-    check_options(_BACKWARD, label_smoothing, z_loss, softcap, logits.dtype)
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def _fake_backward_inplace(*inputs: Any) -> None:
-    _fake_backward(*inputs)
+def _fake_backward(a: Any) -> Tensor:
+    _check(_BACKWARD, a)
+    return torch.empty_like(a.logits, memory_format=torch.contiguous_format)
 
 
 def _fake_scale(dlogits: Tensor, factor: Tensor) -> None:
@@ -163,12 +137,12 @@ def _fake_scale(dlogits: Tensor, factor: Tensor) -> None:
     checks.same_shape(_SCALE, "factor", factor, ())
 
 
-register_fake("cross_entropy", _fake_forward)
-register_fake("cross_entropy_forward", _fake_forward)
-register_fake("cross_entropy_with_gradient", _fake_with_gradient)
-register_fake("cross_entropy_with_gradient_", _fake_forward)
-register_fake("cross_entropy_backward", _fake_backward)
-register_fake("cross_entropy_backward_", _fake_backward_inplace)
+register_fake("cross_entropy", _fake_forward, named=True)
+register_fake("cross_entropy_forward", _fake_forward, named=True)
+register_fake("cross_entropy_with_gradient", _fake_with_gradient, named=True)
+register_fake("cross_entropy_with_gradient_", _fake_forward, named=True)
+register_fake("cross_entropy_backward", _fake_backward, named=True)
+register_fake("cross_entropy_backward_", lambda a: _check(_BACKWARD, a), named=True)
 register_fake("cross_entropy_scale_", _fake_scale)
 
 _raw_forward = raw.cross_entropy_forward.default

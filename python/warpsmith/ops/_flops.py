@@ -4,8 +4,6 @@ The rules are those of torch's own formulas: two operations for each multiplicat
 subtracted, the scores of attention computed again in its backward. Logits that a linear loss makes again count again.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """group_norm's fakes and gradients: raw ops of ``(x, num_groups, weight, bias, eps, silu)``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -19,52 +17,40 @@ def _check_groups(op: str, x: Tensor, num_groups: int) -> None:
         checks.refuse(op, "num_groups", f"a divisor of {x.shape[1]} channels", str(num_groups))
 
 
-def _fake_inference(
-    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool
-) -> Tensor:
-    checks.float_dtype(NAME, "x", x)
-    check_dimensions(NAME, x)
-    _check_groups(NAME, x, num_groups)
-    checks.pair(NAME, x, x.shape[1:2], weight=weight, bias=bias)
-    checks.refuse_non_eps(NAME, eps)
-    return new_pixels(x)
+def _check(op: str, a: Any) -> None:
+    """a: the arguments of a raw op."""
+    check_dimensions(op, a.x)
+    _check_groups(op, a.x, a.num_groups)
+    checks.pair(op, a.x, a.x.shape[1:2], weight=a.weight, bias=a.bias)
 
 
-def _fake_forward(x: Tensor, num_groups: int, *others: Any) -> tuple[Tensor, ...]:
-    y = _fake_inference(x, num_groups, *others)
-    return (y, *(x.new_empty((x.shape[0], num_groups), dtype=checks.wide_dtype(x)) for _ in range(2)))
+def _fake_inference(a: Any) -> Tensor:
+    checks.float_dtype(NAME, "x", a.x)
+    _check(NAME, a)
+    checks.refuse_non_eps(NAME, a.eps)
+    return new_pixels(a.x)
 
 
-def _fake_backward(
-    dy: Tensor,
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    silu: bool,
-    want_dx: bool,
-    want_dweight: bool,
-    want_dbias: bool,
-) -> tuple[Tensor, ...]:
-    name = NAME + "_backward"
+def _fake_forward(a: Any) -> tuple[Tensor, ...]:
+    y, x = _fake_inference(a), a.x
+    return (y, *(x.new_empty((x.shape[0], a.num_groups), dtype=checks.wide_dtype(x)) for _ in range(2)))
+
+
+def _fake_backward(a: Any) -> tuple[Tensor, ...]:
+    name, dy = NAME + "_backward", a.dy
     checks.float_dtype(name, "dy", dy)
-    check_dimensions(name, x)
-    checks.alike(name, "x", x, dy)
-    _check_groups(name, x, num_groups)
-    checks.pair(name, x, x.shape[1:2], weight=weight, bias=bias)
-    return (
-        new_pixels(x) if want_dx else dy.new_empty((0,)),
-        torch.empty_like(weight) if want_dweight and weight is not None else dy.new_empty((0,)),
-        torch.empty_like(bias) if want_dbias and bias is not None else dy.new_empty((0,)),
-    )
+    check_dimensions(name, a.x)
+    checks.alike(name, "x", a.x, dy)
+    _check(name, a)
+    wanted = (a.want_dweight, a.weight), (a.want_dbias, a.bias)
+    of_parameters = (dy.new_empty((0,)) if t is None or not want else torch.empty_like(t) for want, t in wanted)
+    return (new_pixels(a.x) if a.want_dx else dy.new_empty((0,)), *of_parameters)
 
 
-register_fake(NAME, _fake_forward)
-register_fake(NAME + "_forward", _fake_forward)
-register_fake(NAME + "_inference", _fake_inference)
-register_fake(NAME + "_backward", _fake_backward)
+register_fake(NAME, _fake_forward, named=True)
+register_fake(NAME + "_forward", _fake_forward, named=True)
+register_fake(NAME + "_inference", _fake_inference, named=True)
+register_fake(NAME + "_backward", _fake_backward, named=True)
 
 
 def _backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
@@ -106,15 +92,11 @@ def _plain_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     return grads
 
 
-def _plain(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
-    wide = checks.wide_dtype(x)
-    centered = x.to(wide) - _mean_of_groups(x.to(wide), num_groups)
-    v = centered * torch.rsqrt(_mean_of_groups(centered.square(), num_groups) + eps)
-    if weight is not None:
-        v = v * channels(weight.to(wide), x)
-    if bias is not None:
-        v = v + channels(bias.to(wide), x)
-    return (torch.nn.functional.silu(v) if silu else v).to(x.dtype)
+def _plain(*inputs: Any) -> Tensor:
+    from warpsmith.reference.group_norm import group_norm
+
+    *others, silu = inputs
+    return group_norm(*others, activation="silu" if silu else None)
 
 
 function = differentiable(

@@ -1,7 +1,5 @@
 """The image family's fake, and the words of its arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

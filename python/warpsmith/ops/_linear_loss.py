@@ -140,77 +140,42 @@ def sum_dtype(hidden: Tensor, classes: Any, rows: Any, max_chunk_bytes: int) -> 
     return checks.wide_dtype(hidden) if hidden.dtype == torch.float16 or several else hidden.dtype
 
 
-def _fake_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    check_labels: bool,
-    return_stats: bool,
-    max_chunk_bytes: int,
-    dw_dtype: torch.dtype | None,
-    main_grad: Tensor | None,
-    want_dhidden: bool,
-    want_dweight: bool,
-    want_dbias: bool,
-) -> tuple[Tensor, ...]:
-    _check_inputs(_CROSS_ENTROPY, hidden, weight, target, bias)
-    check_class_weight(_CROSS_ENTROPY, class_weight, hidden, weight.shape[0])
-    check_options(_CROSS_ENTROPY, label_smoothing, z_loss, softcap, hidden.dtype)
-    checks.main_grad(_CROSS_ENTROPY, main_grad, weight)
-    real, reduced = checks.wide_dtype(hidden), reduction != NONE
+def _check_cross_entropy(op: str, a: Any) -> None:
+    _check_inputs(op, a.hidden, a.weight, a.target, a.bias)
+    check_class_weight(op, a.class_weight, a.hidden, a.weight.shape[0])
+    check_options(op, a.label_smoothing, a.z_loss, a.softcap, a.hidden.dtype)
+
+
+def _fake_cross_entropy(a: Any) -> tuple[Tensor, ...]:
+    hidden, weight, target = a.hidden, a.weight, a.target
+    _check_cross_entropy(_CROSS_ENTROPY, a)
+    checks.main_grad(_CROSS_ENTROPY, a.main_grad, weight)
+    real, reduced = checks.wide_dtype(hidden), a.reduction != NONE
     loss = target.new_empty(() if reduced else target.shape, dtype=real)
-    lse = _new_like(target, return_stats, real)
-    argmax = _new_like(target, return_stats, torch.int64)
-    accuracy = target.new_empty(() if return_stats else (0,), dtype=real)
-    wanted = reduced and (want_dhidden or want_dweight or want_dbias)
-    divide_later = wanted and reduction == MEAN and hidden.dtype == torch.float16
+    lse = _new_like(target, a.return_stats, real)
+    argmax = _new_like(target, a.return_stats, torch.int64)
+    accuracy = target.new_empty(() if a.return_stats else (0,), dtype=real)
+    wanted = reduced and (a.want_dhidden or a.want_dweight or a.want_dbias)
+    divide_later = wanted and a.reduction == MEAN and hidden.dtype == torch.float16
     denominator = target.new_empty(() if divide_later else (0,), dtype=real)
-    dhidden = _new_like(hidden, reduced and want_dhidden)
+    dhidden = _new_like(hidden, reduced and a.want_dhidden)
     dweight = _new_like(weight, False)
-    if reduced and want_dweight:
-        dtype = dw_dtype or sum_dtype(hidden, weight.shape[0], target.numel(), max_chunk_bytes)
+    if reduced and a.want_dweight:
+        dtype = a.dw_dtype or sum_dtype(hidden, weight.shape[0], target.numel(), a.max_chunk_bytes)
         dweight = _new_like(weight, True, dtype)
-    dbias = target.new_empty(weight.shape[:1] if reduced and want_dbias else (0,), dtype=real)
+    dbias = target.new_empty(weight.shape[:1] if reduced and a.want_dbias else (0,), dtype=real)
     return loss, lse, argmax, accuracy, denominator, dhidden, dweight, dbias
 
 
-def _fake_rows_backward(
-    dloss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _ignore_index, label_smoothing, z_loss, softcap, _max_chunk_bytes, _dw_dtype, *wanted = options
-    _check_inputs(_ROWS_BACKWARD, hidden, weight, target, bias)
-    check_class_weight(_ROWS_BACKWARD, class_weight, hidden, weight.shape[0])
-    check_options(_ROWS_BACKWARD, label_smoothing, z_loss, softcap, hidden.dtype)
-    return _new_gradients(hidden, weight, wanted)
+def _fake_rows_backward(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check_cross_entropy(_ROWS_BACKWARD, a)
+    return _new_gradients(a.hidden, a.weight, (a.want_dhidden, a.want_dweight, a.want_dbias))
 
 
-def _fake_rows_backward_main_grad(
-    dloss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    main_grad: Tensor,
-    *options: Any,
-) -> tuple[Tensor, Tensor]:
-    *numbers, want_dhidden, want_dbias = options
-    checks.main_grad(_ROWS_BACKWARD, main_grad, weight)
-    rest = *numbers, None, want_dhidden, False, want_dbias
-    dhidden, _, dbias = _fake_rows_backward(dloss, hidden, weight, target, bias, class_weight, *rest)
+def _fake_rows_backward_main_grad(a: Any) -> tuple[Tensor, Tensor]:
+    checks.main_grad(_ROWS_BACKWARD, a.main_grad, a.weight)
+    _check_cross_entropy(_ROWS_BACKWARD, a)
+    dhidden, _, dbias = _new_gradients(a.hidden, a.weight, (a.want_dhidden, False, a.want_dbias))
     return dhidden, dbias
 
 
@@ -228,46 +193,30 @@ def _check_temperature(temperature: float, hidden: Tensor) -> None:
     check_divisor(_LOG_PROB, "temperature", temperature, hidden.dtype)
 
 
-def _fake_log_prob(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    temperature: float,
-    save_logits: bool,
-    max_chunk_bytes: int,
-) -> tuple[Tensor, ...]:
-    _check_inputs(_LOG_PROB, hidden, weight, target, bias)
-    _check_temperature(temperature, hidden)
+def _fake_log_prob(a: Any) -> tuple[Tensor, ...]:
+    hidden, target = a.hidden, a.target
+    _check_inputs(_LOG_PROB, hidden, a.weight, target, a.bias)
+    _check_temperature(a.temperature, hidden)
     of_rows = (_new_like(target, True, checks.wide_dtype(hidden)) for _ in range(5))
-    rows = target.numel() if save_logits else 0
-    return *of_rows, hidden.new_empty((rows, logits_stride(hidden, weight.shape[0])))
+    rows = target.numel() if a.save_logits else 0
+    return *of_rows, hidden.new_empty((rows, logits_stride(hidden, a.weight.shape[0])))
 
 
-def _fake_log_prob_backward(
-    dlog_prob: Tensor | None,
-    dlse: Tensor | None,
-    dentropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_inputs(_LOG_PROB_BACKWARD, hidden, weight, target, bias)
-    return _new_gradients(hidden, weight, options[-3:])
+def _fake_log_prob_backward(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check_inputs(_LOG_PROB_BACKWARD, a.hidden, a.weight, a.target, a.bias)
+    return _new_gradients(a.hidden, a.weight, (a.want_dhidden, a.want_dweight, a.want_dbias))
 
 
 for _name in ("linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_forward"):
-    register_fake(_name, _fake_cross_entropy)
-register_fake("linear_cross_entropy_rows_backward", _fake_rows_backward)
-register_fake("linear_cross_entropy_rows_backward_main_grad", _fake_rows_backward_main_grad)
+    register_fake(_name, _fake_cross_entropy, named=True)
+register_fake("linear_cross_entropy_rows_backward", _fake_rows_backward, named=True)
+register_fake("linear_cross_entropy_rows_backward_main_grad", _fake_rows_backward_main_grad, named=True)
 register_fake("linear_cross_entropy_scaled", _fake_scaled)
 register_fake("linear_cross_entropy_scale_", _fake_in_place)
 register_fake("linear_cross_entropy_add_", _fake_in_place)
-register_fake("linear_log_prob", _fake_log_prob)
-register_fake("linear_log_prob_forward", _fake_log_prob)
-register_fake("linear_log_prob_backward", _fake_log_prob_backward)
+register_fake("linear_log_prob", _fake_log_prob, named=True)
+register_fake("linear_log_prob_forward", _fake_log_prob, named=True)
+register_fake("linear_log_prob_backward", _fake_log_prob_backward, named=True)
 
 # ---- gradients
 

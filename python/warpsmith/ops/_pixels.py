@@ -1,7 +1,5 @@
 """What the norms of pixels share: checks and shapes of (N, C, ...) tensors in channels_last."""
 
-from __future__ import annotations
-
 import warnings
 
 from torch import Tensor

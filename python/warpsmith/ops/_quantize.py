@@ -1,7 +1,5 @@
 """The quantize family: what it returns, fakes, and the words of its arguments."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -100,16 +98,8 @@ def _scale_shape(scaling: str, shape: Sequence[Any], rows: Any) -> tuple[Any, ..
     }[scaling]
 
 
-def _fake_quantize(
-    x: Tensor,
-    scale: Tensor | None,
-    scaling: int,
-    transpose: int,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    column_sums: bool,
-) -> tuple[Tensor, ...]:
-    op = QUANTIZE
+def _fake_quantize(a: Any) -> tuple[Tensor, ...]:
+    op, x, scale, scaling, transpose, dtype = QUANTIZE, a.x, a.scale, a.scaling, a.transpose, a.dtype
     _check_x(op, x)
     check_dtype(op, "dtype", dtype, FLOAT8)
     if not 0 <= scaling < len(SCALINGS):
@@ -136,7 +126,7 @@ def _fake_quantize(
         made(how != "no", turned, dtype),
         made(scale is None and how != "no" and not one, turned_scales, torch.float32),
         x.new_empty((2,), dtype=torch.int64),
-        made(column_sums, x.shape[-1:], torch.float32),
+        made(a.column_sums, x.shape[-1:], torch.float32),
     )
 
 
@@ -169,7 +159,7 @@ def _fake_scale(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
     return amax.new_empty(amax.shape)
 
 
-register_fake(QUANTIZE, _fake_quantize)
+register_fake(QUANTIZE, _fake_quantize, named=True)
 register_fake(DEQUANTIZE, _fake_dequantize)
 register_fake(AMAX, _fake_amax)
 register_fake(SCALE, _fake_scale)

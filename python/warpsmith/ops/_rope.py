@@ -1,8 +1,7 @@
 """rope and qk_norm_rope: checks for fake and meta tensors, in the words of csrc/bindings/rope.cpp, fakes, gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,32 +10,24 @@ from torch import Tensor
 from warpsmith._core import checks
 from warpsmith._core.checks import dtype_text, known, possible, refuse, shape_text
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
-from warpsmith.ops._rope_plain import plain_qk_norm_rope, plain_rope
 
 # What is said beside where q and k seem to lie as transformers has them.
 _HEADS_FIRST = "; q and k are (batch, tokens, heads, head_dim): transpose(1, 2) of (batch, heads, tokens, head_dim)"
 
 
-def _check_inputs(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    offsets: Tensor | None,
-    position_offset: Any,
-) -> None:
-    """Everything that does not depend on values, and the offset beside cos of a row for each token."""
+def _check_inputs(op: str, a: Any) -> None:
+    """Everything that does not depend on values, and the offset beside cos of a row for each token. a: the arguments of
+    a raw op."""
+    q, k, cos = a.q, a.k, a.cos
     dtype = checks.float_dtype(op, "q", q)
-    _check_heads(op, q, k, cu_seqlens is not None)
+    _check_heads(op, q, k, a.cu_seqlens is not None)
     checks.same_dtype(op, "k", k, q)
     checks.same_device(op, "k", k, q)
     checks.dtype_beside(op, "cos", cos, dtype)
     checks.same_device(op, "cos", cos, q)
     _check_angles(op, q, cos)
-    checks.alike(op, "sin", sin, cos)
-    _check_positions(op, q, cos, cu_seqlens, offsets, position_offset)
+    checks.alike(op, "sin", a.sin, cos)
+    _check_positions(op, q, cos, a.cu_seqlens, a.offsets, a.position_offset)
 
 
 def _check_heads(op: str, q: Tensor, k: Tensor, packed: bool) -> None:
@@ -139,34 +130,17 @@ def keys_or_none(op: str, q: Tensor, k: Tensor | None) -> Tensor:
 # rope
 
 
-def _fake_rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    cu_seqlens: Tensor | None,
-    offsets: Tensor | None,
-    position_offset: Any,
-    inverse: bool,
-) -> tuple[Tensor, Tensor]:
-    _check_inputs("rope", q, k, cos, sin, cu_seqlens, offsets, position_offset)
-    return _empty_heads(q), _empty_heads(k)
+def _fake_rope(a: Any) -> tuple[Tensor, Tensor]:
+    _check_inputs("rope", a)
+    return _empty_heads(a.q), _empty_heads(a.k)
 
 
-def _fake_rope_inplace(*arguments: Any) -> None:
-    _fake_rope(*arguments)
-
-
-register_fake("rope", _fake_rope)
-register_fake("rope_forward", _fake_rope)
-register_fake("rope_inplace", _fake_rope_inplace)
+register_fake("rope", _fake_rope, named=True)
+register_fake("rope_forward", _fake_rope, named=True)
+register_fake("rope_inplace", lambda a: _check_inputs("rope", a), named=True)
 
 _raw_rope = raw.rope_forward.default
-
-
-def _call_raw_rope(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return call_raw(_raw_rope, *arguments)
+_call_raw_rope = partial(call_raw, _raw_rope)
 
 
 def _positions(saved: Saved) -> tuple[Any, ...]:
@@ -184,23 +158,23 @@ def _turn_back(call: Callable, saved: Saved, wants: Wants, dq: Tensor | None, dk
     return {"q": grads[0] if want_q else None, "k": grads[1] if want_k else None}
 
 
-def _backward_rope(saved: Saved, wants: Wants, *grads: Tensor | None) -> Gradients:
-    return _turn_back(_call_raw_rope, saved, wants, *grads)
+def _plain_rope(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from warpsmith.reference.rope import rope
 
-
-def _differentiable_backward_rope(saved: Saved, wants: Wants, *grads: Tensor | None) -> Gradients:
-    return _turn_back(rotate, saved, wants, *grads)
+    q, k, cos, sin, interleaved, cu_seqlens, offsets, position_offset, inverse = inputs
+    positions = {"cu_seqlens": cu_seqlens, "position_offset": position_offset if offsets is None else offsets}
+    return rope(q, k, cos, -sin if inverse else sin, interleaved=interleaved, **positions)  # type: ignore[return-value]
 
 
 # (q, k, cos, sin, interleaved, cu_seqlens, offsets, position_offset, inverse) -> (q, k)
-rotate = differentiable(
+rotate: Callable = differentiable(
     "rope",
     forward=_raw_rope,
     public=2,
     save=("cos", "sin", "interleaved", "cu_seqlens", "offsets", "position_offset", "inverse"),
-    backward=_backward_rope,
-    differentiable_backward=_differentiable_backward_rope,
-    plain=plain_rope,
+    backward=partial(_turn_back, _call_raw_rope),
+    differentiable_backward=lambda *given: _turn_back(rotate, *given),
+    plain=_plain_rope,
 )
 
 
@@ -253,46 +227,33 @@ def rotate_inplace(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tenso
 # qk_norm_rope
 
 
-def _check_norm_inputs(
-    op: str, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, positions: Any
-) -> None:
-    _check_inputs(op, q, k, cos, sin, *positions)
-    checks.pair(op, q, q.shape[-1:], q_weight=q_weight, k_weight=k_weight)
+def _check_norm_inputs(op: str, a: Any) -> None:
+    _check_inputs(op, a)
+    checks.pair(op, a.q, a.q.shape[-1:], q_weight=a.q_weight, k_weight=a.k_weight)
 
 
-def _fake_norm(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    interleaved: bool,
-    *positions: Any,
-) -> tuple[Tensor, Tensor]:
-    _check_norm_inputs("qk_norm_rope", q, k, q_weight, k_weight, cos, sin, positions)
-    checks.refuse_non_eps("qk_norm_rope", eps)
-    return _empty_heads(q), _empty_heads(k)
+def _fake_norm(a: Any) -> tuple[Tensor, Tensor]:
+    _check_norm_inputs("qk_norm_rope", a)
+    checks.refuse_non_eps("qk_norm_rope", a.eps)
+    return _empty_heads(a.q), _empty_heads(a.k)
 
 
-def _fake_norm_backward(dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    op = "qk_norm_rope_backward"
-    q_weight, k_weight, cos, sin, _, _, *positions, want_dq, want_dk, want_dq_weight, want_dk_weight = others
-    _check_norm_inputs(op, q, k, q_weight, k_weight, cos, sin, positions)
-    for name, gradient, x in (("dq_out", dq_out, q), ("dk_out", dk_out, k)):
+def _fake_norm_backward(a: Any) -> tuple[Tensor, ...]:
+    op, q, k = "qk_norm_rope_backward", a.q, a.k
+    _check_norm_inputs(op, a)
+    for name, gradient, x in (("dq_out", a.dq_out, q), ("dk_out", a.dk_out, k)):
         checks.alike(op, name, gradient, x)
     return (
-        _empty_heads(q) if want_dq else q.new_empty((0,)),
-        _empty_heads(k) if want_dk else q.new_empty((0,)),
-        q_weight.new_empty(q_weight.shape) if want_dq_weight else q.new_empty((0,)),
-        k_weight.new_empty(k_weight.shape) if want_dk_weight else q.new_empty((0,)),
+        _empty_heads(q) if a.want_dq else q.new_empty((0,)),
+        _empty_heads(k) if a.want_dk else q.new_empty((0,)),
+        a.q_weight.new_empty(a.q_weight.shape) if a.want_dq_weight else q.new_empty((0,)),
+        a.k_weight.new_empty(a.k_weight.shape) if a.want_dk_weight else q.new_empty((0,)),
     )
 
 
-register_fake("qk_norm_rope", _fake_norm)
-register_fake("qk_norm_rope_forward", _fake_norm)
-register_fake("qk_norm_rope_backward", _fake_norm_backward)
+register_fake("qk_norm_rope", _fake_norm, named=True)
+register_fake("qk_norm_rope_forward", _fake_norm, named=True)
+register_fake("qk_norm_rope_backward", _fake_norm_backward, named=True)
 
 _NORM_ARGUMENTS = ("q", "k", "q_weight", "k_weight")
 
@@ -338,13 +299,21 @@ def _differentiable_backward_norm(
     return found
 
 
+def _plain_norm(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from warpsmith.reference.rope import qk_norm_rope
+
+    *tensors, eps, interleaved, cu_seqlens, offsets, position_offset = inputs
+    positions = {"cu_seqlens": cu_seqlens, "position_offset": position_offset if offsets is None else offsets}
+    return qk_norm_rope(*tensors, eps=eps, interleaved=interleaved, **positions)
+
+
 # (q, k, q_weight, k_weight, cos, sin, eps, interleaved, cu_seqlens, offsets, position_offset) -> (q, k)
-norm_and_rotate = differentiable(
+norm_and_rotate: Callable = differentiable(
     "qk_norm_rope",
     forward=raw.qk_norm_rope_forward.default,
     public=2,
     save=(*_NORM_ARGUMENTS, "cos", "sin", "eps", "interleaved", "cu_seqlens", "offsets", "position_offset"),
     backward=_backward_norm,
     differentiable_backward=_differentiable_backward_norm,
-    plain=plain_qk_norm_rope,
+    plain=_plain_norm,
 )

@@ -1,8 +1,6 @@
 """The 8-bit cast of a tensor, shared by layers that are given the same one: q, k and v; gate and up. One of them makes
 it, or the op that made the tensor."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable

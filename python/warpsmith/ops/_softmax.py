@@ -1,7 +1,5 @@
 """The softmax family's fakes and differentiable functions, made of its rows: raw ops of ``(x, wide)``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

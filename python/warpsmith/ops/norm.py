@@ -58,8 +58,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     with the variance of the population (divided by D), as ``torch.nn.functional.layer_norm`` over one dimension.
 
     Args:
-        x: shape (..., D), float32, float16, bfloat16, or float64 on the CPU. Any strides: rows that lie at one stride
-            with adjacent columns are read where they are, others are copied once.
+        x: as in :func:`warpsmith.rms_norm`.
         weight, bias: shape (D,), both of the dtype of ``x``, or both float32 beside a 16-bit ``x``. Each may be None.
         eps: added to the variance, >= 0.
 
@@ -75,8 +74,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     each of ``x`` forward and 3 backward.
 
     Raises:
-        ValueError: a dtype, shape, device or eps that does not fit; the message names op, argument, expectation and
-            finding.
+        ValueError: as :func:`warpsmith.rms_norm`.
 
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
 
@@ -99,13 +97,9 @@ def add_rms_norm(
     .. math:: r' = x + r, \qquad y = \frac{r'}{\sqrt{\operatorname{mean}(r'^2) + \epsilon}} \, (w + w_0)
 
     Args:
-        x: shape (..., D), float32, float16, bfloat16, or float64 on the CPU. Any strides: rows that lie at one stride
-            with adjacent columns are read where they are, others are copied once.
-        residual: the shape of ``x``; its dtype, or float32 beside a 16-bit ``x``.
-        weight: shape (D,), the dtype of ``x``, or float32 beside a 16-bit ``x``. None: no weight.
-        eps: added to the mean square, >= 0. None: the machine epsilon of the arithmetic, as for
-            :func:`warpsmith.rms_norm`.
-        weight_offset: :math:`w_0`, added to the weight; 1.0 for weights stored around zero. Not used without a weight.
+        x: as in :func:`warpsmith.rms_norm`.
+        residual: of the shape of ``x``; its dtype, or float32 beside a 16-bit ``x``.
+        weight, eps, weight_offset: as in :func:`warpsmith.rms_norm`.
 
     Returns:
         ``(y, residual_out)``, contiguous: ``y`` in the dtype of ``x``, and :math:`r'` in that of ``residual``, rounded
@@ -119,8 +113,7 @@ def add_rms_norm(
     ``x`` forward and 4 backward (with a residual of the dtype of ``x``).
 
     Raises:
-        ValueError: a dtype, shape, device or eps that does not fit; the message names op, argument, expectation and
-            finding.
+        ValueError: as :func:`warpsmith.rms_norm`.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
 
@@ -144,16 +137,12 @@ def add_layer_norm(
         r' = x + r, \qquad y = \frac{r' - \operatorname{mean}(r')}{\sqrt{\operatorname{var}(r') + \epsilon}} \, w + b
 
     Args:
-        x: shape (..., D), float32, float16, bfloat16, or float64 on the CPU. Any strides: rows that lie at one stride
-            with adjacent columns are read where they are, others are copied once.
-        residual: the shape of ``x``; its dtype, or float32 beside a 16-bit ``x``.
-        weight, bias: shape (D,), both of the dtype of ``x``, or both float32 beside a 16-bit ``x``. Each may be None.
-        eps: added to the variance, >= 0.
+        x: as in :func:`warpsmith.rms_norm`.
+        residual: of the shape of ``x``; its dtype, or float32 beside a 16-bit ``x``.
+        weight, bias, eps: as in :func:`warpsmith.layer_norm`.
 
     Returns:
-        ``(y, residual_out)``, contiguous: ``y`` in the dtype of ``x``, and :math:`r'` in that of ``residual``, rounded
-        once. ``y`` is the norm of what ``residual_out`` holds. Under autocast nothing is cast. Mean, variance and
-        reciprocal root are float32 (float64 for float64).
+        ``(y, residual_out)`` as :func:`warpsmith.add_rms_norm`; mean and variance are float32 (float64 for float64).
 
     Both outputs are differentiable: gradients for ``x``, ``residual``, ``weight`` and ``bias``, and theirs in turn. The
     second derivative is composed of plain torch operations.
@@ -162,8 +151,7 @@ def add_layer_norm(
     each of ``x`` forward and 4 backward (with a residual of the dtype of ``x``).
 
     Raises:
-        ValueError: a dtype, shape, device or eps that does not fit; the message names op, argument, expectation and
-            finding.
+        ValueError: as :func:`warpsmith.rms_norm`.
 
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
 
@@ -200,9 +188,8 @@ def dropout_add_rms_norm(
     backward makes it again from the seed.
 
     Args:
-        x: shape (..., D), float32, float16, bfloat16, or float64 on the CPU.
-        residual: the shape of ``x``; its dtype, or float32 beside a 16-bit ``x``.
-        weight, eps, weight_offset: as in :func:`warpsmith.add_rms_norm`.
+        x, residual, weight, eps, weight_offset: as in :func:`warpsmith.add_rms_norm`; ``x`` of shape (..., D), float32,
+            float16, bfloat16, or float64 on the CPU.
         p: the probability of a drop, in [0, 1], taken to the nearest multiple of 1/65536. With 1 nothing of ``x`` is
             kept.
         training: False: nothing is dropped nor scaled, as with ``p = 0``; the result is
@@ -259,19 +246,14 @@ def dropout_add_layer_norm(
         r' = \frac{m \odot x}{1 - p} + r, \qquad
         y = \frac{r' - \operatorname{mean}(r')}{\sqrt{\operatorname{var}(r') + \epsilon}} \, w + b
 
-    with a mask :math:`m` that is zero with probability :math:`p`, each element by itself. The mask is never stored: the
-    backward makes it again from the seed.
+    with a mask :math:`m` as in :func:`warpsmith.dropout_add_rms_norm`.
 
     Args:
-        x: shape (..., D), float32, float16, bfloat16, or float64 on the CPU.
-        residual: the shape of ``x``; its dtype, or float32 beside a 16-bit ``x``.
-        weight, bias, eps: as in :func:`warpsmith.add_layer_norm`.
-        p: the probability of a drop, in [0, 1], taken to the nearest multiple of 1/65536. With 1 nothing of ``x`` is
-            kept.
+        x, residual, weight, bias, eps: as in :func:`warpsmith.add_layer_norm`; ``x`` of shape (..., D), float32,
+            float16, bfloat16, or float64 on the CPU.
+        p, seed: as in :func:`warpsmith.dropout_add_rms_norm`.
         training: False: nothing is dropped nor scaled, as with ``p = 0``; the result is
             :func:`warpsmith.add_layer_norm`'s, bit for bit.
-        seed: int64, shape (2,), on the device of ``x``: which mask. None: drawn from torch's default generator there;
-            ``torch.manual_seed`` repeats it, activation checkpointing too, and a CUDA graph draws anew at each replay.
 
     Returns:
         ``(y, residual_out)`` as :func:`warpsmith.add_layer_norm`. The dropped, scaled and added value is rounded once.
@@ -283,8 +265,7 @@ def dropout_add_layer_norm(
     and 5 backward (with a residual of the dtype of ``x``).
 
     Raises:
-        ValueError: a dtype, shape, device, eps or p that does not fit; the message names op, argument, expectation and
-            finding. The generator is left as it was.
+        ValueError: as :func:`warpsmith.dropout_add_rms_norm`.
 
     Source: Srivastava et al., Dropout, 2014; Ba, Kiros and Hinton, Layer Normalization, 2016; the random numbers are
     those of Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011.

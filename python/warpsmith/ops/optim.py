@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,34 +31,19 @@ def _check_lists(op: str, params: Sequence[Tensor], lists: Mapping[str, Sequence
             checks.same_device(op, argument, t, p)
 
 
-def _fake_adamw(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "steps": steps}
-    if max_exp_avg_sqs:
-        lists["max_exp_avg_sqs"] = max_exp_avg_sqs
-    _check_lists(_OP, params, lists)
-    if checks.device_of(lr).type != "cpu":
-        checks.same_device(_OP, "lr", lr, params[0])
-    for name, t in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+def _fake_adamw(a: Any) -> None:
+    lists = {"grads": a.grads, "exp_avgs": a.exp_avgs, "exp_avg_sqs": a.exp_avg_sqs, "steps": a.steps}
+    if a.max_exp_avg_sqs:
+        lists["max_exp_avg_sqs"] = a.max_exp_avg_sqs
+    _check_lists(_OP, a.params, lists)
+    if checks.device_of(a.lr).type != "cpu":
+        checks.same_device(_OP, "lr", a.lr, a.params[0])
+    for name, t in (("grad_scale", a.grad_scale), ("found_inf", a.found_inf)):
         if t is not None:
-            checks.same_device(_OP, name, t, params[0])
+            checks.same_device(_OP, name, t, a.params[0])
 
 
-register_fake("adamw", _fake_adamw, on_one_device=False)  # lr may be on the CPU
+register_fake("adamw", _fake_adamw, on_one_device=False, named=True)  # lr may be on the CPU
 
 
 def adamw(

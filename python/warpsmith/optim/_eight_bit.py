@@ -1,7 +1,5 @@
 """8-bit states: codes and scales by the block of 256 elements in memory order, as the kernels read and write them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

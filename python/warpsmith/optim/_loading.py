@@ -1,7 +1,5 @@
 """Loading the state of a multi-tensor optimizer: the checks before torch loads it, and the dtypes after."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

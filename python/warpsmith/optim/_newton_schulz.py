@@ -1,7 +1,5 @@
 """The orthogonalisation of Muon: matrices of one shape together, by products that are known to be symmetric."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

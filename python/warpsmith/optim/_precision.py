@@ -1,7 +1,5 @@
 """What the arrays of a parameter are stored in, by the precision of its group and its own dtype."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

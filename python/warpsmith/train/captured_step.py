@@ -255,7 +255,7 @@ class CapturedStep:
         args, kwargs = tree_unflatten(list(leaves), spec)
         torch.clear_autocast_cache()  # of casts that were made in a capture, or are to be part of one
         try:
-            return _detached(self._step_fn(*args, **kwargs))
+            return tree_map_only(Tensor, Tensor.detach, self._step_fn(*args, **kwargs))
         finally:
             torch.clear_autocast_cache()
 
@@ -365,10 +365,6 @@ class CapturedStep:
             if p.grad is not grad:
                 p.grad = grad
         return _cloned(bucket.outputs)
-
-
-def _detached(outputs: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.detach, outputs)
 
 
 def _cloned(outputs: Any) -> Any:

@@ -12,8 +12,6 @@ macro. Comments and layout do not count. tests/test_conformance.py compares in C
 are committed with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import hashlib

@@ -8,8 +8,6 @@
 `xz -dc golden.txt.xz` shows the lines as well; two summaries beside each other say what a change of the file changes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import lzma
 import sys

@@ -13,17 +13,8 @@ constexpr int i32(int64_t v) { return static_cast<int>(v); }
 inline RowParams problem_rows(const AttentionBwdParams& x) {
   const AttentionProblem& a = x.problem;
   RowParams p{};
-  p.window = window_of(a);
-  p.cu_seqlens_q = a.cu_seqlens_q;
-  p.cu_seqlens_k = a.cu_seqlens_k;
-  p.batch = a.batch;
-  p.queries = a.seqlen_q;
-  p.keys = a.seqlen_k;
-  p.total_q = a.total_q;
-  p.total_k = a.total_k;
-  p.heads = i32(a.heads_q);
+  set_problem(p, a);
   p.head_dim = i32(a.head_dim);
-  p.head_dim_v = i32(a.head_dim_v);
   p.dout = x.dout;
   p.out = x.out;
   p.lse = static_cast<const float*>(x.lse);

@@ -45,21 +45,12 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   const Workspace w = workspace_of(a, tile);
   unsigned char* memory = static_cast<unsigned char*>(x.workspace);
   BackwardParams p{};
-  p.window = window_of(a);
-  p.cu_seqlens_q = a.cu_seqlens_q;
-  p.cu_seqlens_k = a.cu_seqlens_k;
-  p.batch = i32(a.batch);
-  p.heads = i32(a.heads_q);
+  set_problem(p, a);
   p.parts = backward_parts(a);
   p.heads_per_part = i32(a.heads_q / a.heads_k / p.parts);
   p.blocks_first =
       !tile.biased() && visits_blocks_first(a);  // with biases a step's head is its place in the inner loop
-  p.queries = i32(a.seqlen_q);
-  p.keys = i32(a.seqlen_k);
-  p.total_q = i32(a.total_q);
-  p.total_k = i32(a.total_k);
   p.head_dim = i32(a.head_dim);
-  p.head_dim_v = i32(a.head_dim_v);
   p.dq_sums = reinterpret_cast<float*>(memory + w.sums);
   p.statistics = reinterpret_cast<const float*>(memory + w.statistics);
   p.tiles_added = reinterpret_cast<int*>(memory + w.tiles_added);
@@ -149,16 +140,7 @@ Status run_bias_gradient(const AttentionBwdParams& x, const BackwardMaps& maps, 
   const AttentionProblem& a = x.problem;
   const auto tiles = [](int64_t length) { return (length + kBiasTile - 1) / kBiasTile; };
   BiasGradientParams p{};
-  p.window = b.window;
-  p.cu_seqlens_q = b.cu_seqlens_q;
-  p.cu_seqlens_k = b.cu_seqlens_k;
-  p.batch = b.batch;
-  p.heads = b.heads;
-  p.heads_per_key_head = i32(a.heads_q / a.heads_k);
-  p.queries = b.queries;
-  p.keys = b.keys;
-  p.total_q = b.total_q;
-  p.total_k = b.total_k;
+  set_problem(p, a);
   p.statistics = b.statistics;
   p.biases = b.biases;
   p.scale_log2 = b.scale_log2;

@@ -60,18 +60,8 @@ unsigned grid_of(const Schedule& s, int64_t total, int tile_rows) {
 WideParams device_params(const AttentionBwdParams& x, const float* statistics) {
   const AttentionProblem& a = x.problem;
   WideParams p{};
-  p.window = window_of(a);
-  p.cu_seqlens_q = a.cu_seqlens_q;
-  p.cu_seqlens_k = a.cu_seqlens_k;
-  p.batch = i32(a.batch);
-  p.heads = i32(a.heads_q);
-  p.heads_per_key_head = i32(a.heads_q / a.heads_k);
-  p.queries = i32(a.seqlen_q);
-  p.keys = i32(a.seqlen_k);
-  p.total_q = i32(a.total_q);
-  p.total_k = i32(a.total_k);
+  set_problem(p, a);
   p.head_dim = i32(a.head_dim);
-  p.head_dim_v = i32(a.head_dim_v);
   p.statistics = statistics;
   p.dq = x.dq;
   p.dk = x.dk;

@@ -20,17 +20,7 @@ ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile
   const AttentionProblem& a = x.problem;
   constexpr auto i32 = [](int64_t v) { return static_cast<int>(v); };
   ForwardParams p{};
-  p.window = window_of(a);
-  p.cu_seqlens_q = a.cu_seqlens_q;
-  p.cu_seqlens_k = a.cu_seqlens_k;
-  p.batch = i32(a.batch);
-  p.heads = i32(a.heads_q);
-  p.heads_per_key_head = i32(a.heads_q / a.heads_k);
-  p.queries = i32(a.seqlen_q);
-  p.keys = i32(a.seqlen_k);
-  p.total_q = i32(a.total_q);
-  p.total_k = i32(a.total_k);
-  p.head_dim_v = i32(a.head_dim_v);
+  set_problem(p, a);
   p.lse = static_cast<float*>(x.lse);
   p.lse_rest = static_cast<float*>(x.lse_rest);
   p.sink = a.sink;

@@ -1,5 +1,6 @@
 #pragma once
 #include <algorithm>
+#include <type_traits>
 
 #include "common/code_capability.h"
 #include "device/launch.h"
@@ -71,6 +72,22 @@ inline Window window_of(const AttentionProblem& p) {
     return w < 0 || w >= Window::kUnbounded ? Window::kUnbounded : static_cast<int>(w);
   };
   return {side(p.window_left), side(p.window_right), p.align_bottom_right};
+}
+
+// The sizes and the window of a problem, in the params of a kernel.
+template <class Params> void set_problem(Params& p, const AttentionProblem& a) {
+  const auto set = [](auto& to, int64_t value) { to = static_cast<std::remove_reference_t<decltype(to)>>(value); };
+  p.window = window_of(a);
+  p.cu_seqlens_q = a.cu_seqlens_q;
+  p.cu_seqlens_k = a.cu_seqlens_k;
+  set(p.batch, a.batch);
+  set(p.heads, a.heads_q);
+  set(p.queries, a.seqlen_q);
+  set(p.keys, a.seqlen_k);
+  set(p.total_q, a.total_q);
+  set(p.total_k, a.total_k);
+  if constexpr (requires { p.head_dim_v; }) set(p.head_dim_v, a.head_dim_v);
+  if constexpr (requires { p.heads_per_key_head; }) set(p.heads_per_key_head, a.heads_q / a.heads_k);
 }
 
 // What the choosers look at. X: the params of a forward or a backward.

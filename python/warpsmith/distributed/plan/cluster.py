@@ -151,7 +151,8 @@ class Cluster:
         passes = 2 if kind == "all_reduce" else 1
         between = passes * (hosts - 1)
         latency = (passes * (ranks - 1) - between) * self.link_latency_s + between * self.network_latency_s
-        timed = sorted((t for t in self.timed if t.kind == kind and (t.ranks > t.in_host) == (hosts > 1)), key=_size)
+        of_kind = (t for t in self.timed if t.kind == kind and (t.ranks > t.in_host) == (hosts > 1))
+        timed = sorted(of_kind, key=lambda t: t.tensor_bytes)
         if timed:
             known = timed[0]
             crossed = passes * (math.ceil(known.ranks / known.in_host) - 1)
@@ -176,10 +177,6 @@ class Cluster:
         if in_host:
             return self.base_s + self.link_latency_s + message_bytes / self.gpu.link_bytes_per_s
         return self.base_s + self.network_latency_s + message_bytes / self.network_bytes_per_s
-
-
-def _size(timed: Timed) -> float:
-    return timed.tensor_bytes
 
 
 def _between(timed: list[Timed], size: float) -> float:

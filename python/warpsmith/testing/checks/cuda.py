@@ -1,7 +1,5 @@
 """What only a CUDA device can show: no synchronisation, graph capture, streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

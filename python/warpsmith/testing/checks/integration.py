@@ -1,7 +1,5 @@
 """The op among torch's machinery: dispatcher, fake tensors, compile, export, functorch, autocast, bad input."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What only the simulated kernels can tell: bytes moved, rows beyond 2^31 elements, what launchers refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Values and gradients: the error law, layouts, sizes, edge values, gradcheck, repeatability."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace

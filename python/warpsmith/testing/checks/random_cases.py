@@ -1,7 +1,5 @@
 """Random cases of an op, on every device from one strategy."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
