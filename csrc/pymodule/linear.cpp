@@ -34,7 +34,8 @@ ProductProblem product_of(const LinearProblem& p, int which, bool gated) {
 
 py::dict described(const ProductPlan& product) {
   const ProductTile& t = product.kernel->tile;
-  constexpr const char* kEpilogues[] = {"store", "activate", "residual", "derivative", "gated", "float32", "symmetric", "siblings"};
+  constexpr const char* kEpilogues[] = {"store", "activate", "residual",  "derivative",
+                                        "gated", "float32",  "symmetric", "siblings"};
   py::dict d;
   d["path"] = "own";
   d["why"] = product.why;

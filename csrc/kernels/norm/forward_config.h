@@ -100,11 +100,11 @@ struct NormForwardInstances {
   }
 };
 
-// Whether a kernel, of a config or of an instance, has a form that writes y's cast too: `registers`, where a block holds
-// a row of 16-bit elements.
+// Whether a kernel, of a config or of an instance, has a form that writes y's cast too: `registers`, where a block
+// holds a row of 16-bit elements.
 constexpr bool norm_casts(const NormProblem& p, const auto& kernel) {
-  return !p.dropout && p.element_bytes == 2 && p.residual_bytes <= 2 &&
-         kernel.kernel == NormKernel::registers && kernel.scope == norm::Scope::block;
+  return !p.dropout && p.element_bytes == 2 && p.residual_bytes <= 2 && kernel.kernel == NormKernel::registers &&
+         kernel.scope == norm::Scope::block;
 }
 
 namespace norm_detail {
