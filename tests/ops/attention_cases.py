@@ -69,7 +69,7 @@ def parameters(case, rng, batch, heads, seqlen_q, seqlen_k):
             made["bias"].masked_fill_(~shown(shape, o["shown"]), -torch.inf)
         if "slope" in o:  # of logits that grow from the last keys to the first
             made["bias"] += o["slope"] * torch.arange(shape[3], 0, -1).to(made["bias"].dtype)
-    if "mask" in o:
+    elif "mask" in o:  # which the op takes in the place of a bias; random cases may draw both
         made["mask"] = shown(shape, o["shown"]) if "shown" in o else rng.uniform(shape) < 0.6
     if "sink" in o:
         made["sink"] = rng.normal((heads,), mean=o["sink"])

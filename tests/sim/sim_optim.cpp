@@ -119,6 +119,19 @@ OptimTensor record_of(void* param, void* m, void* v, void* v_max, float* step, i
   return r;
 }
 
+TEST(bytes_are_the_floor) {
+  constexpr int64_t kElems = 3 * kOptimTileElems;
+  Buffer<float> param(kElems), grad(kElems), m(kElems), v(kElems), step(1);
+  for (Buffer<float>* b : {&param, &grad, &m, &v}) fill_normal(*b, 1, 0.05f, 0.5f);  // positive
+  step[0] = 6;
+  Step s({record_of(param.data(), m.data(), v.data(), nullptr, step.data(), kElems)}, grad.data(), kOptimTileElems);
+  under_every_seed([&] {
+    sim::counters() = {};
+    expect_ok(optim_cuda(s.p, nullptr));
+    expect_bytes({.read = 16 * kElems, .written = 12 * kElems});
+  });
+}
+
 // Only the last block runs, and memory that nothing touches does not exist.
 constexpr int64_t kFar = (int64_t{1} << 31) + 5000;
 template <class Launch> void last_block(int64_t chunks, Launch&& launch) {
