@@ -114,7 +114,7 @@ def test_launches_are_printed_with_their_predicted_time() -> None:
     flags = ["--seeds", "1", "--only", "bytes_are_the_floor", "--counters"]
     text = build.run(build.build(test, "coverage"), flags).stdout
     launch = re.search(
-        r"optim::step<warpsmith::AdamWithDecay<true>, warpsmith::optim::Stored<float, float, false>, 3u>, "
+        r"optim::step<warpsmith::AdamWithDecay<true>, warpsmith::optim::Stored<float, float, false>, 3u, false>, "
         r"\d+ blocks: read (\d+), written (\d+) bytes;.*predicted ([\d.]+) us",
         text,
     )
