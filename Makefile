@@ -6,12 +6,12 @@
 #   TORCH=      what to give pip where torch is missing        TORCH=torch==2.11.0
 #   PIP_ARGS=   more arguments for pip                         PIP_ARGS='--index-url https://...'
 #   ARGS=       arguments of the training script or of pytest  make train ARGS='--preset gpt2-124m'
-#   PROCESSES=  of the tests, at the same time (2)             make test PROCESSES=8
+#   PROCESSES=  of the tests, at the same time (3)             make test PROCESSES=8
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS ?=
 PYTHON ?= python3
-PROCESSES ?= 2
+PROCESSES ?= 3# one more than two cores: ranks and programs wait for each other a sixth of the time
 
 # Where ccache is installed, it compiles.
 ifneq ($(shell command -v ccache),)

@@ -11,6 +11,7 @@ groups that took longest come first (``--no-loadscope-reorder`` keeps that order
 same content may answer from the store (tools/sim/store.py); ``--no-cache`` runs all. Figures that tests hand to
 ``figure``, the coverage of device code, and where the time went are printed when the session ends."""
 
+import gc
 import hashlib
 import importlib.util
 import os
@@ -112,6 +113,12 @@ def pytest_collection_modifyitems(config, items):
         # pytest-xdist 3.8 writes the group into _nodeid, which pytest 9.2 no longer reads.
         for item in items:
             item._id = type(item._id).parse(f"{item.nodeid}@{tiers.group_of(item)}")
+
+
+def pytest_collection_finish():
+    """Thousands of tests stay to the end: Python's collector need not walk over them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_teardown(item):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,6 +15,9 @@ import pytest
 import warpsmith
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools" / "sim"))
+import forked  # noqa: E402
+
 PACKAGE = Path(warpsmith.__file__).parent
 
 
@@ -220,9 +222,8 @@ def test_a_bug_in_glue_is_noticed(bug: Bug, tmp_path: Path) -> None:
     file.unlink()
     file.write_text(text.replace(bug.old, bug.new))
     module, *options = shlex.split(bug.test)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{module}", *options]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    command = ["-q", "-x", "-p", "no:cacheprovider", f"tests/{module}", *options]
+    done = forked.pytest(command, 300, root, {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-2000:] + done.stderr[-1000:]
 
 

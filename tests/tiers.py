@@ -51,7 +51,7 @@ GUESSES = {
 }
 DURATIONS = store.key("durations of groups of tests")
 LONGEST = 20
-SANITIZERS_S = 400  # of building and running, without --slow; what changed lately comes first
+SANITIZERS_S = 240  # of building and running, without --slow; what changed lately comes first
 RECENT_COMMITS = 80  # those of a few days
 
 
@@ -61,10 +61,14 @@ def lately(*folders: Path) -> bool:
     return any(path == folder or path.is_relative_to(folder) for path in changed for folder in folders)
 
 
+def drawn(name: str) -> int:
+    """A random number of a name, another one for each commit."""
+    return int.from_bytes(hashlib.sha256(f"{commit(ROOT)} {name}".encode()).digest()[:8], "big")
+
+
 def has_its_turn(name: str, of: int) -> bool:
     """One commit in so many runs a test; which of them follows from the commit. Without a repository all run."""
-    digest = hashlib.sha256(f"{commit(ROOT)} {name}".encode()).digest()
-    return not commit(ROOT) or int.from_bytes(digest[:8], "big") % of == 0
+    return not commit(ROOT) or drawn(name) % of == 0
 
 
 @cache
@@ -114,12 +118,14 @@ class Plan:
         return self.seconds.get(group, next(guesses, 0.0))
 
     def longest_first(self, items: list[pytest.Item]) -> list[pytest.Item]:
-        """In groups, the longest first: a long one that comes last leaves the other process idle. Of what is early and
-        shares a budget the shortest comes first, so that much is in it."""
+        """In groups, the longest first: a long one that comes last leaves the other process idle. What is early and
+        shares a budget comes in an order of the commit's own, so that each has its turn."""
 
         def place(item: pytest.Item) -> tuple[bool, float, str]:
-            early, expected = item.get_closest_marker("early") is not None, self.expected(group_of(item))
-            return not early, expected if early else -expected, group_of(item)
+            group = group_of(item)
+            if item.get_closest_marker("early") is None:
+                return True, -self.expected(group), group
+            return False, float(drawn(group)), group
 
         return sorted(items, key=place)
 

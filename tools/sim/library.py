@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import forked
+
 import build
 
 CSRC, TESTS = build.ROOT / "csrc", build.ROOT / "tests"
@@ -229,11 +231,13 @@ def law(
     environment = {VARIABLE: str(built), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     environment |= {SCHEDULES: str(MACHINES[machine].schedules)} | _sanitizer(variant)
     environment |= {CODE: str(MACHINES[machine].code), SIZE: str(MACHINES[machine].multiprocessors)} | variables
-    command = [sys.executable, "-m", "pytest", "-c", str(build.ROOT / "pyproject.toml"), "--rootdir", str(build.ROOT)]
+    command = ["-c", str(build.ROOT / "pyproject.toml"), "--rootdir", str(build.ROOT)]
     # What a crash or a sanitizer prints goes past pytest.
     command += ["--sim", "-v", "--tb=short", "-p", "no:cacheprovider", "--capture=sys"]
     command += [str(build.ROOT / word) if word.startswith("tests/") else word for word in arguments]
-    return build.execute(command, timeout, folder, environment)
+    if not _sanitizer(variant):
+        return forked.pytest(command, timeout, folder, build.ENVIRONMENT | environment)
+    return build.execute([sys.executable, "-m", "pytest", *command], timeout, folder, environment)
 
 
 def failures(done: subprocess.CompletedProcess[str]) -> str:
