@@ -242,6 +242,9 @@ def changed_objects(parts: Iterable[Part], texts: Mapping[Path, str], folder: Pa
     """
     csrc = ROOT / "csrc"
     shadows = {file: folder / file.relative_to(csrc) for file in texts}
+    for path in folder.rglob("*"):  # what an earlier commit's texts left would be found before the file itself
+        if path.is_file() and path not in shadows.values() and (csrc / path.relative_to(folder)).exists():
+            path.unlink()
     for file, shadow in shadows.items():
         shadow.parent.mkdir(parents=True, exist_ok=True)
         shadow.write_text(texts[file])
