@@ -278,7 +278,7 @@ OWN_GATED_CASES = [
 ]  # fmt: skip
 
 
-ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+ON_CUDA = pytest.mark.gpu
 
 
 class OwnProducts:

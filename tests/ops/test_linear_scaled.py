@@ -30,7 +30,7 @@ RECIPES = [
 ]
 OPTIONS = Fp8Recipe().options + 128 + 256  # emulated, and watched
 ARGUMENTS = ("scaling", "grad_dtype", "wgrad", "power_of_two")
-ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+ON_CUDA = pytest.mark.gpu
 OWN_DEVICES = ["sim-"] if is_loaded() else ["cpu", pytest.param("cuda", marks=ON_CUDA)]
 
 

@@ -15,7 +15,7 @@ from tests.ops.public_calls import but, raw_ops
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, FP16, FP32, FP64)
 OPS = torch.ops.warpsmith
-ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+ON_CUDA = pytest.mark.gpu
 DEVICES = ["sim-"] if is_loaded() else ["cpu", pytest.param("cuda", marks=ON_CUDA)]
 
 CASES = [
