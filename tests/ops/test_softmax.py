@@ -143,26 +143,6 @@ def test_rows_longer_than_the_shared_memory(name, dtype):
         assert ((found.double() - right).abs() <= tolerance * right.abs().amax()).all()
 
 
-@pytest.mark.not_on_sim("torch's function on the CPU")
-@pytest.mark.parametrize("variant", ["", "with_dtype"])
-@pytest.mark.parametrize("name", NAMES)
-def test_torchs_sample_inputs(name, variant):
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    info = next(i for i in op_db if i.name == name and i.variant_test_name == variant)
-    count = fused = 0
-    for dtype in (FP32, FP64):
-        for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
-            with Dispatched() as ops:
-                found = getattr(warpsmith.nn.functional, name)(sample.input, *sample.args, **sample.kwargs)
-            expected = getattr(F, name)(sample.input, *sample.args, **sample.kwargs)
-            torch.testing.assert_close(found, expected)
-            grads = (torch.autograd.grad(y, sample.input, expected.detach().cos())[0] for y in (found, expected))
-            torch.testing.assert_close(*grads)
-            count, fused = count + 1, fused + bool(ops.calls)
-    assert count > fused > 2
-
-
 @pytest.mark.not_on_sim("which op torch's function calls")
 @pytest.mark.parametrize("name", NAMES)
 def test_torchs_function(name):
