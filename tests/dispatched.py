@@ -24,6 +24,14 @@ class Dispatched(TorchDispatchMode):
             self.made += [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.numel()]
         return result
 
+    @property
+    def names(self):
+        return [op._schema.name.removeprefix("warpsmith::") for op, _ in self.calls]
+
+    def has(self, op):
+        """Whether one of an op's forms ran."""
+        return any(f"{name}_".startswith(f"{op}_") for name in self.names)
+
     def of(self, op):
         """The arguments of each call of an op."""
         return [args for called, args in self.calls if called is op]

@@ -12,7 +12,7 @@ import warpsmith  # noqa: E402
 from warpsmith.integrations.transformers import patch  # noqa: E402
 from warpsmith.testing import measure  # noqa: E402
 
-from .test_patch_torch import Ops  # noqa: E402
+from tests.dispatched import Dispatched  # noqa: E402
 
 SIZES = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -115,7 +115,7 @@ def test_what_is_replaced_is_called(name, monkeypatch):
     monkeypatch.setattr("warpsmith.ops._linear._MAY_BE_TORCHS", False)  # `linear` hands plain layers to torch
     model = model_of(name)
     # The one linear layer of torch in GPT-2 is its head.
-    with patch(model, linear=name != "gpt2") as done, Ops() as ops, torch.no_grad():
+    with patch(model, linear=name != "gpt2") as done, Dispatched() as ops, torch.no_grad():
         model(TOKENS, labels=TOKENS)
     # A feed-forward layer names three ops, of which its activation takes one.
     for text in done.replaced.values():

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import warpsmith
-from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
 from warpsmith.integrations.transformers import add_family, patch  # noqa: E402
 
+from tests.dispatched import Dispatched  # noqa: E402
 from tests.nn.test_linear import OPTIONS  # noqa: E402
 
 from .families import THERE, inputs_of, small_model  # noqa: E402
@@ -199,22 +199,14 @@ def test_a_layer_multiplies_by_our_products_where_they_may_pay(monkeypatch):
         assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
 
 
-class Joined(TorchDispatchMode):
-    """Counts the weights of each call that makes several products of one input."""
-
-    def __init__(self):
-        super().__init__()
-        self.widths = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.warpsmith.linear_siblings.default:
-            self.widths.append(len(args[1]))
-        return func(*args, **kwargs or {})
+def widths_in(dispatched):
+    """How many weights each call had that makes several products of one input."""
+    return [len(weights) for _, weights, _ in dispatched.of(torch.ops.warpsmith.linear_siblings.default)]
 
 
 def joined_in(model, inputs, monkeypatch, pays=True):
     """(How many weights each call had, loss and gradients or logits) where one launch of several products may pay."""
-    with monkeypatch.context() as patched, Joined() as mode:
+    with monkeypatch.context() as patched, Dispatched() as mode:
         patched.setattr("warpsmith.ops._linear.may_pay", lambda *of: pays)
         loss = model(**inputs, use_cache=False).loss
         found = {"loss": loss.detach()}
@@ -222,7 +214,7 @@ def joined_in(model, inputs, monkeypatch, pays=True):
             model.zero_grad()
             loss.backward()
             found |= {n: p.grad.clone() for n, p in model.named_parameters()}
-    return mode.widths, found
+    return widths_in(mode), found
 
 
 # olmo2 and cohere have no decoder layer of ours, and qwen2's projections have biases.
@@ -298,9 +290,9 @@ def test_another_tensor_or_version_has_its_own_product(writes, monkeypatch):
     x = torch.randn(2, 5, 8)
     with torch.no_grad():
         expected = model(x)
-        with patch(model) as done, Joined() as mode:
+        with patch(model) as done, Dispatched() as mode:
             assert "OtherAttention" in done.replaced
             monkeypatch.setattr("warpsmith.ops._linear.may_pay", lambda *of: True)
             found = model(x)
-    assert mode.widths == [3]
+    assert widths_in(mode) == [3]
     torch.testing.assert_close(found, expected)

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from warpsmith.integrations.patch import TESTED, Patched
 from warpsmith.testing.distributed import multirank
 
+from tests.dispatched import Dispatched
+
 from .laws import assert_close, assert_law_of_the_mean
 from .test_patch_hooks import (
     GLOBAL_KINDS,
@@ -26,7 +28,6 @@ from .test_patch_hooks import (
     registries,
     warnings_of_torch,
 )
-from .test_patch_torch import Ops
 
 WIDTH = 32
 
@@ -120,10 +121,10 @@ def test_a_switch_leaves_its_parts(switch, monkeypatch):
         assert done.replaced.keys() == CLASSES - OF_SWITCH[switch] and not done.kept
         assert_close(gradients(model), expected)
     only = {name: name == switch for name in OF_SWITCH}
-    with warpsmith.patch(model, **only) as done, Ops() as ops:
+    with warpsmith.patch(model, **only) as done, Dispatched() as ops:
         assert done.replaced.keys() == OF_SWITCH[switch] | (LAYERS if switch in ("norms", "mlp") else set())
         assert_close(gradients(model), expected)
-    assert {name.split("_forward")[0] for name in ops.called} & {"linear", "add_layer_norm", "attention"} == {
+    assert {name.split("_forward")[0] for name in ops.names} & {"linear", "add_layer_norm", "attention"} == {
         *(["linear"] if switch in ("linear", "mlp") else []),
         *(["add_layer_norm"] if switch == "norms" else []),
         *(["attention"] if switch == "attention" else []),
@@ -298,7 +299,7 @@ def test_under_fsdp2(rank, world_size, after):
         done = warpsmith.patch(model)
         assert "its weights are sharded" in done.unchecked.values()
     assert done.replaced and not done.kept
-    with Ops() as ops:
+    with Dispatched() as ops:
         found = whole(model)
     assert ops.has("add_layer_norm") and ops.has("attention") and ops.has("linear")
     assert_close(found, expected)

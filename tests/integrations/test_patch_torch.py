@@ -8,9 +8,8 @@ import pytest
 import torch
 import warpsmith
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.dispatched import Copies
+from tests.dispatched import Copies, Dispatched
 
 from .laws import assert_close, assert_law_of_the_mean
 
@@ -27,22 +26,6 @@ def rand(*shape):
 
 def additive(mask, dtype=torch.float32):
     return torch.zeros(mask.shape, dtype=dtype).masked_fill(mask, float("-inf"))
-
-
-class Ops(TorchDispatchMode):
-    """The raw ops of ours that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.called = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "warpsmith":
-            self.called.append(func.name().removeprefix("warpsmith::"))
-        return func(*args, **(kwargs or {}))
-
-    def has(self, op):
-        return any(name == op or name.startswith(op + "_") for name in self.called)
 
 
 def modules():
@@ -216,12 +199,12 @@ def test_results_obey_the_law(name, dtype, mode, monkeypatch):
     state, types = list(module.state_dict()), [type(m) for m in module.modules()]
     with warpsmith.patch(module) as done:
         assert done.replaced and not done.unchecked and not done.kept, done
-        with Ops() as ops, Copies(E) as of_ours:
+        with Dispatched() as ops, Copies(E) as of_ours:
             found = results(module, rounded, given, dtype)
         assert list(module.state_dict()) == state
-    assert op is None or mode == "evaluation" or ops.has(op), ops.called
+    assert op is None or mode == "evaluation" or ops.has(op), ops.names
     # torch's own attention may lay its output out as torch.nn.MultiheadAttention reads it.
-    most = len(of_torch.found) + ops.called.count("attention_forward")
+    most = len(of_torch.found) + ops.names.count("attention_forward")
     assert len(of_ours.found) <= most, (of_ours.found, of_torch.found)
     if dtype == torch.float64:
         assert_close(found, expected, rtol=1e-10, atol=1e-12)

@@ -281,7 +281,6 @@ def test_accelerate_saves_and_loads_bit_for_bit(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_accelerate_in_float16_with_our_scaler():
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(mixed_precision="fp16")
@@ -338,7 +337,6 @@ def sharded_by_accelerate(rank, world_size, folder):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_accelerate_shards_a_patched_model_by_fsdp2(tmp_path):
     ranks = run_ranks(sharded_by_accelerate, 2, str(tmp_path / "state"), backend="nccl", timeout_s=200)
     for by_torch, by_ours, resumed in ranks:

@@ -14,13 +14,14 @@ from warpsmith.testing import measure
 
 from tests.dispatched import Dispatched
 
-NAMES = ["layer_norm", "rms_norm", "batch_norm", "linear", "cross_entropy", "scaled_dot_product_attention"]
+NAMES = ["layer_norm", "rms_norm", "batch_norm", "softmax", "log_softmax", "linear", "cross_entropy"]
+NAMES += ["scaled_dot_product_attention"]
 if hasattr(theirs, "linear_cross_entropy"):  # newer than torch 2.11
     NAMES.append("linear_cross_entropy")
 INFOS = {  # variants have options of linear_cross_entropy, which is torch's with them
-    info.name.removeprefix("nn.functional."): info
+    name: info
     for info in op_db
-    if info.name in {f"nn.functional.{name}" for name in NAMES} and not info.variant_test_name
+    if (name := info.name.removeprefix("nn.functional.")) in NAMES and not info.variant_test_name
 }
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CLOSE_IN_16_BITS = {"rtol": 4e-2, "atol": 4e-2}
@@ -31,22 +32,23 @@ def test_torch_has_samples_of_all():
 
 
 def run(function, sample, dtype):
-    """Output and gradients of the tensors that require one, for an upstream gradient of a dtype."""
-    leaves = []
+    """Output and gradients of the tensors that require one, for an upstream gradient of a dtype. Behind the gradients
+    all other tensors: batch_norm updates its statistics."""
+    leaves, others = [], []
 
     def leaf(t):
-        if isinstance(t, torch.Tensor):  # a copy of statistics, too, which batch_norm updates
+        if isinstance(t, torch.Tensor):
             t = t.detach().clone().requires_grad_(t.requires_grad)
-            leaves.extend([t] * t.requires_grad)
+            (leaves if t.requires_grad else others).append(t)
         return t
 
     arguments, options = [leaf(sample.input), *map(leaf, sample.args)], {k: leaf(v) for k, v in sample.kwargs.items()}
     torch.manual_seed(0)
     y = function(*arguments, **options)
     if not leaves or not y.requires_grad:
-        return y, []
+        return y, others
     upstream = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    return y.detach(), torch.autograd.grad(y, leaves, upstream.to(y.dtype), allow_unused=True)
+    return y.detach(), [*torch.autograd.grad(y, leaves, upstream.to(y.dtype), allow_unused=True), *others]
 
 
 def in_float64(sample):
@@ -59,6 +61,8 @@ def in_float64(sample):
 
 
 def in_channels_last(t):
+    """Also what has a single dimension of pixels."""
+    t = t.unsqueeze(-1) if isinstance(t, torch.Tensor) and t.dim() == 3 else t
     pixels = isinstance(t, torch.Tensor) and t.dim() == 4
     return t.contiguous(memory_format=torch.channels_last) if pixels else t
 
@@ -153,7 +157,7 @@ def test_zero_is_a_value(name, option):
 
 def test_every_other_name_is_torchs():
     for name in dir(theirs):
-        if name.startswith("_") or name in (*NAMES, "group_norm", "log_softmax", "softmax", "math", "torch", "Tensor"):
+        if name.startswith("_") or name in (*NAMES, "group_norm", "math", "torch", "Tensor"):
             continue
         assert getattr(ours, name) is getattr(theirs, name), name
         assert name in dir(ours)
@@ -218,6 +222,8 @@ GIVEN = {
     "layer_norm": {"input": X, "normalized_shape": (8,), "weight": W[0], "bias": W[1]},
     "rms_norm": {"input": X, "normalized_shape": (8,), "weight": W[0]},
     "batch_norm": {"input": X, "running_mean": W[2], "running_var": W[3], "weight": W[0], "bias": W[1]},
+    "softmax": {"input": X, "dim": -1},
+    "log_softmax": {"input": X, "dim": -1},
     "linear": {"input": X, "weight": W, "bias": W[:, 0]},
     "cross_entropy": {"input": X, "target": torch.arange(6), "weight": W[0]},
     "linear_cross_entropy": {"input": X, "linear_weight": W, "target": torch.arange(6) % 5, "weight": W[:, 0]},

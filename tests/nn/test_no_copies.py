@@ -1,5 +1,7 @@
 """Modules of warpsmith.nn run ops and products on what they get, copy no activation on the way, and wait for none."""
 
+import inspect
+
 import pytest
 import torch
 import warpsmith
@@ -58,16 +60,17 @@ CALLS = {
 }
 ATTENTION = [
     (options, call)
-    for options in ({}, {"qk_norm": True}, {"bias": True, "sink": True})
+    for options in ({"qk_norm": True}, {}, {"bias": True, "sink": True})
     for call in (
-        lambda: ((rows()[None],), {}),
         lambda: ((rows()[None], *angles()), {}),
+        lambda: ((rows()[None],), {}),
         lambda: ((rows(),), packed()),
         lambda: ((rows(), *angles()), packed()),
     )
 ]
 CASES = [(name, arguments, {}, lambda c=c: (c(), {})) for name, calls in CALLS.items() for arguments, c in calls]
 CASES += [("Attention", (WIDTH, 2, 1), options, call) for options, call in ATTENTION]
+NAMES = sorted({name for name, *_ in CASES})
 FUNCTIONS = {
     "batch_norm": lambda: (pixels(), None, None, torch.ones(WIDTH), torch.zeros(WIDTH), True),
     "cross_entropy": lambda: (rows()[None].transpose(1, 2), LABELS[None]),
@@ -82,8 +85,14 @@ FUNCTIONS = {
 }
 
 
+def first_case(name):
+    """A module's first case: the arguments of its constructor, by name, and its call."""
+    _, given, options, call = next(case for case in CASES if case[0] == name)
+    return inspect.signature(getattr(warpsmith.nn, name)).bind(*given, **options).arguments, call
+
+
 def test_every_module_and_function_is_called_below():
-    assert {name for name, *_ in CASES} == set(warpsmith.nn.__all__) - {"functional"}
+    assert set(NAMES) == set(warpsmith.nn.__all__) - {"functional"}
     module, helpers = warpsmith.nn.functional, {"classes_last", "is_autocast", "linear_fits"}
     ours = {n for n, f in vars(module).items() if n[0] != "_" and getattr(f, "__module__", "") == module.__name__}
     assert FUNCTIONS.keys() == ours - helpers

@@ -10,7 +10,7 @@ import torch
 import warpsmith
 from torch.utils._pytree import tree_map
 
-from tests.nn.test_no_copies import CASES
+from tests.nn.test_no_copies import CASES, NAMES
 
 # Values that are no module's default, by option.
 OTHER = dict.fromkeys(
@@ -42,9 +42,6 @@ def calls(monkeypatch, cls, arguments, call):
         with contextlib.suppress(ValueError):  # of an option that does not fit these tensors
             cls(**arguments)(*given, **more)
     return found
-
-
-NAMES = sorted({name for name, *_ in CASES})
 
 
 def others_of(name):

@@ -4,7 +4,7 @@ import torch
 import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec, sim
 
-from tests.ops.public_calls import but, floor_bytes
+from tests.ops.public_calls import but, floor_bytes, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STREAM = {"residual": FP32}
@@ -151,22 +151,8 @@ def bytes_beside(name, layer, residual, dropout):
 
 def spec_of(name, **more):
     """The spec of an op of the family: what its schema says, and ``more``."""
-    raw = {suffix: getattr(torch.ops.warpsmith, name + suffix).default for suffix in ("", "_forward", "_inference")}
-    raw_backward = getattr(torch.ops.warpsmith, f"{name}_backward").default
-    names = [a.name for a in raw[""]._schema.arguments]
+    names = [a.name for a in getattr(torch.ops.warpsmith, name).default._schema.arguments]
     residual, dropout = "residual" in names, "seed" in names
-
-    def forward(good):
-        return tuple(good.get(n, 0.0) for n in names)
-
-    def backward(good):
-        x, rows = good["x"], good["x"].shape[:-1].numel()
-        given = {**good, "dy": torch.ones_like(x), "residual_out": good.get("residual")}
-        given |= {n: torch.ones(rows, device=x.device) for n in ("mean", "rstd")}
-        if residual:
-            given["dresidual_out"] = torch.ones_like(good["residual"])
-        wanted = [a.name for a in raw_backward._schema.arguments]
-        return tuple(True if n.startswith("want_") else given.get(n, 0.0) for n in wanted)
 
     rows = ("x", "residual") if residual else ("x",)
     made = {
@@ -181,7 +167,7 @@ def spec_of(name, **more):
         "sim_elements": 65_000,
         "repeated_cases": [Case((700, 96), FP32)],  # of which CPU threads share the rows
         "redraw": wide_enough,
-        "opcheck": {**dict.fromkeys(raw.values(), forward), raw_backward: backward},
+        "opcheck": raw_ops(name),
         "bytes_beside": bytes_beside(name, "bias" in names, residual, dropout),
         "bytes_cases": [c for c in more["cases"] if has_a_formula(c, name, residual, dropout)],
         "floor_bytes": floor_bytes(4 if residual else 2, 5 if dropout else 4 if residual else 3),

@@ -3,6 +3,7 @@
 import torch
 import warpsmith
 from warpsmith.testing import BadInput
+from warpsmith.testing.run import FirstCalls
 
 from tools import families
 
@@ -90,6 +91,26 @@ def arguments_of(name: str) -> dict:
     calls |= {row.name: {"gate": rows(), "up": rows()} for row in families.rows("GATED")}
     calls |= {row.name: {"x": rows()} for row in families.rows("UNARY", "SOFTMAX")}
     return calls[name]
+
+
+def raw_ops(name, *more):
+    """For ``opcheck``: the raw ops of a name, with the arguments that its calls give them."""
+    made = (getattr(torch.ops.warpsmith, name + ending, None) for ending in ("", "_forward", "_inference", "_backward"))
+    others = (getattr(torch.ops.warpsmith, name + ending) for ending in more)
+    return dict.fromkeys(op.default for op in (*made, *others) if op is not None)
+
+
+def in_call(call, op, *alike):
+    """For ``opcheck``: a raw op, and others, with the arguments that it gets in a call of the public arguments, or in
+    the backward of that."""
+
+    def arguments(good):
+        leaves = {n: t.detach().requires_grad_() for n, t in floating_of(good).items()}
+        with FirstCalls() as calls:
+            call(**{**good, **leaves}).sum().backward()
+        return calls.arguments[op.default]
+
+    return dict.fromkeys((o.default for o in (op, *alike)), arguments)
 
 
 def but(**changes):

@@ -6,7 +6,7 @@ import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
 
 from benchmarks.bench_activation import function_of
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, floor_bytes
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, floor_bytes, raw_ops
 from tools import families
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -58,7 +58,6 @@ def spec_of(row):
     name, function = row.name, function_of(row)
     argument = "approximate" if "tanh" in row.arguments else None
     reference = getattr(warpsmith.reference, name)
-    raw = {suffix: getattr(torch.ops.warpsmith, name + suffix).default for suffix in ("", "_forward", "_backward")}
 
     def baseline(x, bias, **options):
         return reference(x, bias, **options) if bias.dtype != x.dtype else function(x + bias, **options)
@@ -66,15 +65,6 @@ def spec_of(row):
     def inputs(case, rng):
         made = {"x": rng.normal(case.shape, std=2.0), "bias": rng.normal(case.shape[-1:])}
         return made if argument is None else {**made, argument: case.options.get(argument, "tanh")}
-
-    def raw_extra(good):
-        return () if argument is None else (good[argument] == "tanh",)
-
-    def forward(good):
-        return good["x"], good["bias"], *raw_extra(good)
-
-    def backward(good):
-        return torch.ones_like(good["x"]), good["x"], good["bias"], True, True, *raw_extra(good)
 
     return OpSpec(
         name=name,
@@ -93,7 +83,7 @@ def spec_of(row):
         double_backward=True,
         func_transforms=True,
         traced=f"warpsmith::{name}",
-        opcheck={raw[""]: forward, raw["_forward"]: forward, raw["_backward"]: backward},
+        opcheck=raw_ops(name),
         bad_inputs=BAD_INPUTS + BAD_APPROXIMATION * (argument is not None),
         floor_bytes=floor_bytes(2, 3),
         bytes_beside=bytes_beside,

@@ -7,7 +7,7 @@ from warpsmith.reference.activation import dropout_add as reference
 from warpsmith.reference.dropout import dropout_mask
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests, sim
 
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, floor_bytes
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, floor_bytes, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.warpsmith
@@ -17,10 +17,6 @@ def inputs(case, rng):
     p = case.options.get("p", 0.3)
     x, residual = rng.normal(case.shape), rng.normal(case.shape)
     return {"x": x, "residual": residual, "p": p, "seed": rng.integers((2,), -(2**62), 2**62)}
-
-
-def arguments(good):
-    return good["x"], good["residual"], good["seed"], good["p"]
 
 
 def bytes_beside(case, _):
@@ -55,11 +51,7 @@ SPEC = OpSpec(
     double_backward=True,
     func_transforms=False,
     traced="warpsmith::dropout_add",
-    opcheck={
-        OPS.dropout_add.default: arguments,
-        OPS.dropout_add_forward.default: arguments,
-        OPS.dropout_add_backward.default: lambda good: (good["x"], good["seed"], good["p"]),
-    },
+    opcheck=raw_ops("dropout_add"),
     bad_inputs=[
         BadInput("residual dtype", but(residual=lambda g: g["residual"].half()), "residual: expected bfloat16, got fl"),
         BadInput("scalar", but(x=lambda g: g["x"].sum(), residual=lambda g: g["x"].sum()), "x: expected at least one"),

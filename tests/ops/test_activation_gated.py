@@ -9,7 +9,7 @@ from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 from warpsmith.testing.sim import counted, is_loaded
 
 from benchmarks.bench_activation import function_of
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, raw_ops
 from tools import families
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -69,20 +69,10 @@ def spec_of(row):
     argument = "approximate" if "tanh" in row.arguments else None
     op = getattr(warpsmith, name)
     reference = getattr(warpsmith.reference, name)
-    raw = {suffix: getattr(torch.ops.warpsmith, name + suffix).default for suffix in ("", "_forward", "_backward")}
 
     def with_extra(case, rng):
         made = inputs(case, rng)
         return made if argument is None else {**made, argument: case.options.get(argument, "none")}
-
-    def raw_extra(good):
-        return () if argument is None else (good[argument] == "tanh",)
-
-    def forward(good):
-        return good["gate"], good["up"], False, *raw_extra(good)
-
-    def backward(good):
-        return torch.ones_like(good["gate"]), good["gate"], good["up"], True, True, *raw_extra(good)
 
     def baseline(gate, up, **options):
         if up is None:
@@ -111,7 +101,7 @@ def spec_of(row):
         double_backward=True,
         func_transforms=True,
         traced=f"warpsmith::{name}",
-        opcheck={raw[""]: forward, raw["_forward"]: forward, raw["_backward"]: backward},
+        opcheck=raw_ops(name),
         bad_inputs=BAD_INPUTS + BAD_APPROXIMATION * (argument is not None),
         floor_bytes=floor_bytes,
         redraw=whole_pairs,

@@ -6,7 +6,7 @@ import warpsmith
 from warpsmith.reference.activation import relu_squared as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, floor_bytes
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, floor_bytes, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.warpsmith
@@ -30,11 +30,7 @@ SPEC = OpSpec(
     double_backward=True,
     func_transforms=True,
     traced="warpsmith::relu_squared",
-    opcheck={
-        OPS.relu_squared.default: lambda good: (good["x"],),
-        OPS.relu_squared_forward.default: lambda good: (good["x"],),
-        OPS.relu_squared_backward.default: lambda good: (torch.ones_like(good["x"]), good["x"]),
-    },
+    opcheck=raw_ops("relu_squared"),
     bad_inputs=[
         BadInput("integers", lambda good: {"x": good["x"].int()}, r"x: expected float32.*got int32"),
         NO_FLOAT64_ON_CUDA,

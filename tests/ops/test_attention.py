@@ -6,7 +6,7 @@ from warpsmith.reference.attention import attention as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
 from tests.ops.attention_cases import BF16, FP16, FP32, FP64, OF_BOTH, SLOPES, parameters, same_dtype, with_mask
-from tests.ops.public_calls import but
+from tests.ops.public_calls import but, raw_ops
 
 
 def inputs(case, rng):
@@ -25,18 +25,6 @@ def inputs(case, rng):
         q, k, v = (t[0] for t in (q, k, v))
     more = parameters(case, rng, batch, heads, seqlen_q, seqlen_k)
     return {"q": q, "k": k, "v": v, "return_lse": True, **more}
-
-
-def arguments(good):
-    return (
-        *(good[n] for n in "qkv"), None, None, good.get("alibi_slopes"), good.get("bias"), good.get("sink"), None,
-        0, 0, 0, 0, True, -1, 0 if good.get("causal") else -1, None, 0.0, 0.0, True,
-    )  # fmt: skip
-
-
-def backward_arguments(good):
-    out, lse, _ = torch.ops.warpsmith.attention_forward(*arguments(good))
-    return torch.ones_like(out), torch.ones_like(lse), *arguments(good), out, lse, False, False
 
 
 CAUSAL = {"causal": True}
@@ -135,11 +123,7 @@ SPEC = OpSpec(
         Case((1, 3, 1, 8), FP64, options={"softcap": 2.0, "dropout_p": 0.3}),
     ],
     **OF_BOTH,
-    opcheck={
-        torch.ops.warpsmith.attention.default: arguments,
-        torch.ops.warpsmith.attention_forward.default: arguments,
-        torch.ops.warpsmith.attention_backward.default: backward_arguments,
-    },
+    opcheck=raw_ops("attention"),
     bad_inputs=[
         BadInput("two dtypes", but(k=lambda g: g["k"].half()), "k: expected bfloat16, got float16"),
         BadInput("v of other tokens", but(v=lambda g: g["v"][:, 1:]), "v: expected 33 tokens, got 32"),

@@ -8,6 +8,7 @@ import warpsmith
 from warpsmith.reference.attention import attention as reference
 from warpsmith.reference.attention import dropout_mask
 from warpsmith.testing import bitwise_equal
+from warpsmith.testing.checks.cuda import no_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -174,11 +175,8 @@ def test_a_step_is_captured_and_never_waits():
     dout = torch.randn_like(tensors[0])
     expected = run(warpsmith.attention, tensors, dout, causal=True)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         run(warpsmith.attention, tensors, dout, causal=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = run(warpsmith.attention, tensors, dout, causal=True)

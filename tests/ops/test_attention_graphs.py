@@ -4,6 +4,7 @@ import pytest
 import torch
 import warpsmith
 from warpsmith.testing import bitwise_equal
+from warpsmith.testing.checks.cuda import no_waits
 
 pytestmark = pytest.mark.gpu
 TOKENS, LONGEST = 400, 300
@@ -20,11 +21,8 @@ def test_a_captured_step_follows_new_offsets():
     q, k, v = (torch.randn(TOKENS, h, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in (4, 2, 2))
     dout = torch.randn(TOKENS, 4, 64, device="cuda", dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 100, 100, 400], dtype=torch.int32, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         step(q, k, v, cu_seqlens, dout)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step(q, k, v, cu_seqlens, dout)

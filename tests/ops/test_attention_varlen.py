@@ -8,7 +8,7 @@ from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 from warpsmith.testing.sim import is_loaded
 
 from tests.ops.attention_cases import BF16, FP16, FP32, FP64, OF_BOTH, SEED, SLOPES, parameters, same_dtype, with_mask
-from tests.ops.public_calls import but
+from tests.ops.public_calls import but, raw_ops
 
 
 def offsets(lengths):
@@ -35,19 +35,6 @@ def inputs(case, rng):
         "return_lse": True,
         **parameters(case, rng, len(lengths), heads, longest, longest_k),
     }
-
-
-def arguments(good):
-    return (
-        *(good[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")), None, None, None, None,
-        good["max_seqlen_q"], good["max_seqlen_k"], 2, 0, True, -1, 0 if good.get("causal") else -1, None, 0.0, 0.0,
-        True,
-    )  # fmt: skip
-
-
-def backward_arguments(good):
-    out, lse, _ = torch.ops.warpsmith.attention_forward(*arguments(good))
-    return torch.ones_like(out), torch.ones_like(lse), *arguments(good), out, lse, False, False
 
 
 CAUSAL = {"causal": True}
@@ -101,10 +88,7 @@ SPEC = OpSpec(
         Case((4, 2, 8), FP64, options={"lengths": (1, 3), "k_heads": 1, "bias": "0111", "sink": 0.0, **CAUSAL}),
     ],
     **OF_BOTH,
-    opcheck={
-        torch.ops.warpsmith.attention.default: arguments,
-        torch.ops.warpsmith.attention_backward.default: backward_arguments,
-    },
+    opcheck=raw_ops("attention"),
     bad_inputs=[
         BadInput("no offsets", but(cu_seqlens_q=lambda g: None), "cu_seqlens_q: expected a tensor, got None"),
         BadInput("one offset", but(cu_seqlens_q=lambda g: g["cu_seqlens_q"][:1]),

@@ -12,7 +12,7 @@ from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
 from warpsmith.testing.checks import kernels
 from warpsmith.testing.sim import is_loaded
 
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -135,18 +135,6 @@ def bytes_beside(case, given):
     }
 
 
-def raw_forward(g):
-    x = g["x"].movedim(-1, 1)
-    return (x, g["residual"], g["weight"], g["bias"], g["running_mean"], g["running_var"], True, 0.1, 1e-5, True)
-
-
-def raw_backward(g):
-    x = g["x"].movedim(-1, 1)
-    statistics = torch.ones(x.shape[1], dtype=FP64 if x.dtype == FP64 else FP32, device=x.device)
-    mask = torch.zeros((0, 0), dtype=torch.uint8, device=x.device)
-    return (torch.ones_like(x), x, g["weight"], g["bias"], statistics, statistics, mask, True, True, *(True,) * 4)
-
-
 def enough_values(draw, st, case):
     """Statistics of few values are all rounding. Parameters of another dtype come from the table."""
     shape = case.shape if len(case.shape) > 1 else (1, *case.shape)
@@ -173,12 +161,7 @@ SPEC = OpSpec(
     redraw=enough_values,
     random_cases=2000,
     one_element=False,
-    opcheck={
-        raw.batch_norm.default: raw_forward,
-        raw.batch_norm_forward.default: raw_forward,
-        raw.batch_norm_inference.default: raw_forward,
-        raw.batch_norm_backward.default: raw_backward,
-    },
+    opcheck=raw_ops("batch_norm"),
     floor_bytes=floor,
     bytes_beside=bytes_beside,
     bad_inputs=[
@@ -328,31 +311,6 @@ def test_without_more_it_is_torchs_function():
         y = warpsmith.batch_norm(x, *ours, weight, bias, training, 0.3, 1e-3)
         torch.testing.assert_close(y, F.batch_norm(x, *theirs, weight, bias, training, 0.3, 1e-3))
         torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.not_on_sim("torch's samples in float64")
-def test_torchs_sample_inputs():
-    """Outputs, gradients and running statistics are torch's."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    info = next(i for i in op_db if i.name == "nn.functional.batch_norm")
-    count = 0
-    for sample in info.sample_inputs("cpu", FP64, requires_grad=True):
-        if sample.input.dim() < 2:  # no channels: torch takes a vector without values
-            continue
-        results = []
-        for function in (warpsmith.batch_norm, F.batch_norm):
-            given = [
-                sample.input,
-                *(t if i > 1 or t is None else t.detach().clone() for i, t in enumerate(sample.args)),
-            ]
-            y = function(*given, **sample.kwargs)
-            learned = [t for t in (sample.input, *given[3:]) if isinstance(t, torch.Tensor)]
-            grads = torch.autograd.grad(y, learned, y.detach().cos(), allow_unused=True)
-            results.append([y, *grads, *(t for t in given[1:3] if t is not None)])
-        torch.testing.assert_close(*results)
-        count += 1
-    assert count > 3
 
 
 def test_plan_says_how_rows_are_shared():

@@ -10,7 +10,7 @@ from warpsmith.reference.cross_entropy import cross_entropy as reference
 from warpsmith.testing import BadInput, Case, OpSpec, cpu_threads, measure, op_tests, sim
 from warpsmith.testing.sim import is_loaded
 
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, floor_bytes
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, floor_bytes, in_call, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEFAULTS = {"reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0, "ignore_index": -100}
@@ -128,15 +128,13 @@ def bytes_beside(case, inputs):
     return {"forward": forward(early), "inference": forward(False), "backward": (backward, 0)}
 
 
-def raw_arguments(g):
-    numbers = g["ignore_index"], 1, g["label_smoothing"], g["z_loss"], g["softcap"], True
-    return g["logits"], g["target"], g["class_weight"], *numbers
+def traced_arguments(good):
+    eager = raw.cross_entropy_with_gradient
+    return *in_call(op, eager)[eager.default](good), False
 
 
-def backward_arguments(g):
-    one = torch.ones((), device=g["logits"].device)
-    m = g["logits"].float().amax(-1)
-    return one, g["logits"], g["target"], g["class_weight"], m, m.exp(), one, True, g["ignore_index"], 0.0, 0.0, 0.0
+def of_rows(**good):
+    return op(**{**good, "reduction": "none"})
 
 
 raw = torch.ops.warpsmith
@@ -171,15 +169,9 @@ SPEC = OpSpec(
     # Rows that CPU threads share, with every option, and rows that fill a GPU.
     repeated_cases=[Case((700, 96), FP32, options=EVERYTHING), Case((2, 50257), FP32), Case((256, 50304), BF16)],
     traced="warpsmith::cross_entropy",
-    opcheck={
-        raw.cross_entropy.default: lambda g: (*raw_arguments(g), False),
-        raw.cross_entropy_forward.default: raw_arguments,
-        raw.cross_entropy_with_gradient.default: raw_arguments,
-        raw.cross_entropy_with_gradient_.default: raw_arguments,
-        raw.cross_entropy_backward.default: backward_arguments,
-        raw.cross_entropy_backward_.default: backward_arguments,
-        raw.cross_entropy_scale_.default: lambda g: (g["logits"], torch.tensor(2.0, device=g["logits"].device)),
-    },
+    opcheck=raw_ops("cross_entropy", "_with_gradient", "_with_gradient_", "_scale_")
+    | in_call(of_rows, raw.cross_entropy_backward, raw.cross_entropy_backward_)
+    | {raw.cross_entropy.default: traced_arguments},
     bad_inputs=[
         BadInput("probabilities", but(target=lambda g: g["logits"].softmax(-1).detach()),
                  "target: expected int64 or uint8 class indices, got bfloat16"),

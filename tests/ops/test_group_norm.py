@@ -12,7 +12,7 @@ from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
 from warpsmith.testing.sim import is_loaded
 
 from tests.dispatched import Dispatched
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -116,18 +116,6 @@ def bytes_beside(case, given):
     }
 
 
-def raw_forward(g):
-    return (g["x"].movedim(-1, 1), g["num_groups"], g["weight"], g["bias"], 1e-5, True)
-
-
-def raw_backward(g):
-    x = g["x"].movedim(-1, 1)
-    wide = FP64 if x.dtype == FP64 else FP32
-    statistics = torch.ones(x.shape[0], g["num_groups"], dtype=wide, device=x.device)
-    parameters = g["num_groups"], g["weight"], g["bias"]
-    return (torch.ones_like(x), x, *parameters, statistics, statistics, True, *(True,) * 3)
-
-
 def enough_values(draw, st, case):
     """Statistics of few values are all rounding; groups divide the channels that were drawn."""
     shape = case.shape if len(case.shape) > 1 else (1, *case.shape)
@@ -154,12 +142,7 @@ SPEC = OpSpec(
     random_cases=2000,
     one_element=False,
     edge_steps=2,  # the backward works from the rounded mean and rstd
-    opcheck={
-        raw.group_norm.default: raw_forward,
-        raw.group_norm_forward.default: raw_forward,
-        raw.group_norm_inference.default: raw_forward,
-        raw.group_norm_backward.default: raw_backward,
-    },
+    opcheck=raw_ops("group_norm"),
     floor_bytes=floor,
     bytes_beside=bytes_beside,
     bad_inputs=[

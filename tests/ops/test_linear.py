@@ -10,7 +10,7 @@ from warpsmith import reference
 from warpsmith.testing import LAYOUTS, BadInput, Case, OpSpec, bitwise_equal, op_tests
 from warpsmith.testing.sim import is_loaded, launches, torch_device
 
-from tests.ops.public_calls import but
+from tests.ops.public_calls import but, in_call, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, FP16, FP32, FP64)
@@ -168,47 +168,13 @@ GATED_BAD = [
 ]  # fmt: skip
 
 
-def raw_linear(good):
-    names = ("x", "residual", "weight", "bias", "main_grad")
-    return *(good.get(n) for n in names), NUMBERS[good["activation"]]
+def with_main_grad(**good):
+    return warpsmith.linear(**good, main_grad=torch.zeros(good["weight"].shape, device=good["x"].device))
 
 
-def raw_linear_backward(good):
-    dy = good["x"].new_ones(*good["x"].shape[:-1], good["weight"].shape[0])
-    return dy, good["x"], good["weight"], good["bias"], dy + 1, 3, None, True, True, True
-
-
-def raw_linear_main_grad(good):
-    dy, *first, _, _, _, _ = raw_linear_backward(good)
-    main_grad = torch.zeros(good["weight"].shape, device=good["x"].device)
-    return dy, *first[:4], main_grad, 3, True, True
-
-
-def raw_mlp(good):
-    return *(good[n] for n in ("x", "w1", "b1", "w2", "b2")), NUMBERS[good["activation"]]
-
-
-def raw_mlp_backward(good):
-    rows = good["x"].shape[:-1]
-    dy, h = (good["x"].new_ones(*rows, good[w].shape[0]) for w in ("w2", "w1"))
-    return dy, *raw_mlp(good)[:5], h, h + 1, 3, *(True,) * 5
-
-
-def raw_gated(good):
-    names = ("x", "gate_weight", "up_weight", "gate_bias", "up_bias")
-    return *(good[n] for n in names), None, None, NUMBERS[good["activation"]]
-
-
-def raw_gated_backward(good):
-    dy = good["x"].new_ones(*good["x"].shape[:-1], good["gate_weight"].shape[0])
-    biased = good["gate_bias"] is not None, good["up_bias"] is not None
-    return dy, *raw_gated(good)[:5], dy, dy + 1, 4, True, True, True, *biased
-
-
-def raw_gated_main_grads(good):
-    given = raw_gated_backward(good)
+def with_main_grads(**good):
     main_grads = [torch.zeros(good["gate_weight"].shape, device=good["x"].device) for _ in range(2)]
-    return *given[:8], *main_grads, 4, True, *given[-2:]
+    return warpsmith.gated_linear(**good, main_grads=main_grads)
 
 
 SHARED = {
@@ -233,13 +199,7 @@ LINEAR_SPEC = OpSpec(
         Case((3, 4), FP64, options={"out": 5, "activation": "silu", "residual": True, "bias": False}),
     ],
     traced="warpsmith::linear",
-    opcheck={
-        OPS.linear.default: raw_linear,
-        OPS.linear_forward.default: raw_linear,
-        OPS.linear_inference.default: raw_linear,
-        OPS.linear_backward.default: raw_linear_backward,
-        OPS.linear_backward_main_grad.default: raw_linear_main_grad,
-    },
+    opcheck=raw_ops("linear") | in_call(with_main_grad, OPS.linear_backward_main_grad),
     bad_inputs=LINEAR_BAD,
     **SHARED,
 )
@@ -253,12 +213,7 @@ MLP_SPEC = OpSpec(
     laid_out=("x", "w1", "w2"),
     gradcheck_cases=[Case((3, 4), FP64, options={"hidden": 5, "out": 2, "activation": a}) for a in ACTIVATIONS[1:]],
     traced="warpsmith::mlp",
-    opcheck={
-        OPS.mlp.default: raw_mlp,
-        OPS.mlp_forward.default: raw_mlp,
-        OPS.mlp_inference.default: raw_mlp,
-        OPS.mlp_backward.default: raw_mlp_backward,
-    },
+    opcheck=raw_ops("mlp"),
     bad_inputs=MLP_BAD,
     **SHARED,
 )
@@ -272,13 +227,7 @@ GATED_SPEC = OpSpec(
     laid_out=("x", "gate_weight", "up_weight"),
     gradcheck_cases=[Case((3, 4), FP64, options={"out": 5, "activation": a, "bias": True}) for a in ACTIVATIONS[1:]],
     traced="warpsmith::gated_linear",
-    opcheck={
-        OPS.gated_linear.default: raw_gated,
-        OPS.gated_linear_forward.default: raw_gated,
-        OPS.gated_linear_inference.default: raw_gated,
-        OPS.gated_linear_backward.default: raw_gated_backward,
-        OPS.gated_linear_backward_main_grads.default: raw_gated_main_grads,
-    },
+    opcheck=raw_ops("gated_linear") | in_call(with_main_grads, OPS.gated_linear_backward_main_grads),
     bad_inputs=GATED_BAD,
     **SHARED,
 )
@@ -329,7 +278,7 @@ OWN_GATED_CASES = [
 ]  # fmt: skip
 
 
-ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+ON_CUDA = pytest.mark.gpu
 
 
 class OwnProducts:

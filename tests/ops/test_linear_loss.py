@@ -10,7 +10,7 @@ from warpsmith.reference.linear_loss import linear_cross_entropy as reference
 from warpsmith.reference.linear_loss import linear_log_prob as log_prob_reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, in_call, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, FP16, FP32, FP64)
@@ -125,37 +125,9 @@ LOG_PROB_CASES = [
 NUMBERS = {"none": 0, "mean": 1, "sum": 2}  # of the raw ops
 
 
-def forward_arguments(good):
-    first = (good[n] for n in ("hidden", "weight", "target", "bias", "class_weight"))
-    options = (IGNORED, NUMBERS[good.get("reduction", "mean")], 0.0, 0.0, 0.0, False, True, 0, None, None)
-    return *first, *options, True, True, True
-
-
-def rows_backward_arguments(good):
-    rows = torch.ones(good["target"].shape, device=rows_device(good))
-    first = (good[n] for n in ("hidden", "weight", "target", "bias", "class_weight"))
-    return rows, *first, IGNORED, 0.0, 0.0, 0.0, 0, None, True, True, True
-
-
-def main_grad_arguments(good):
-    *first, _, _, _, _ = rows_backward_arguments(good)
-    return *first[:6], torch.zeros(good["weight"].shape, device=rows_device(good)), *first[6:], True, True
-
-
-def rows_device(good):
-    return good["hidden"].device
-
-
-def factor(good):
-    return torch.full((), 2.0, device=rows_device(good))
-
-
-def log_prob_backward_arguments(good):
-    rows = torch.zeros(good["target"].shape, device=rows_device(good))
-    return (
-        *(rows + 1, rows, None, good["hidden"], good["weight"], good["target"], good["bias"], rows, rows + 1, rows),
-        *(good["hidden"].new_empty(0, 8 * math.ceil(good["weight"].shape[0] / 8)), 1.0, 0, True, True, True),
-    )
+def with_main_grad(**good):
+    main_grad = torch.zeros(good["weight"].shape, device=good["hidden"].device)
+    return warpsmith.linear_cross_entropy(**good, main_grad=main_grad)
 
 
 OPS = torch.ops.warpsmith
@@ -216,16 +188,8 @@ SPEC = OpSpec(
     ],
     traced="warpsmith::linear_cross_entropy",
     autocast=lambda good, dtype: (torch.float32,),
-    opcheck={
-        OPS.linear_cross_entropy.default: forward_arguments,
-        OPS.linear_cross_entropy_forward.default: forward_arguments,
-        OPS.linear_cross_entropy_scaled.default: lambda good: (good["weight"].float(), factor(good), None, BF16),
-        OPS.linear_cross_entropy_scale_.default: lambda good: (good["weight"].clone(), factor(good), factor(good)),
-        OPS.linear_cross_entropy_add_.default: lambda good: (
-            *(torch.ones(good["weight"].shape, device=rows_device(good)), good["weight"].clone()),
-            *(factor(good), None),
-        ),
-    },
+    opcheck=raw_ops("linear_cross_entropy", "_scaled", "_scale_")
+    | in_call(with_main_grad, OPS.linear_cross_entropy_add_),
     bad_inputs=[*SHARED_BAD, *CROSS_ENTROPY_BAD],
 )
 ROWS_SPEC = replace(
@@ -235,11 +199,8 @@ ROWS_SPEC = replace(
     cases=ROWS_CASES,
     gradcheck_cases=SPEC.gradcheck_cases[:2],
     traced="warpsmith::linear_cross_entropy_rows",
-    opcheck={
-        OPS.linear_cross_entropy_rows.default: lambda good: forward_arguments({**good, "reduction": "none"}),
-        OPS.linear_cross_entropy_rows_backward.default: rows_backward_arguments,
-        OPS.linear_cross_entropy_rows_backward_main_grad.default: main_grad_arguments,
-    },
+    opcheck=raw_ops("linear_cross_entropy_rows")
+    | in_call(with_main_grad, OPS.linear_cross_entropy_rows_backward_main_grad),
     bad_inputs=[],
     floor_bytes=None,
 )
@@ -263,11 +224,7 @@ LOG_PROB_SPEC = OpSpec(
     ],
     traced="warpsmith::linear_log_prob",
     autocast=lambda good, dtype: (torch.float32,) * 3,
-    opcheck={
-        op: lambda good: (*(good[n] for n in ("hidden", "weight", "target", "bias")), 1.0, False, 0)
-        for op in (OPS.linear_log_prob.default, OPS.linear_log_prob_forward.default)
-    }
-    | {OPS.linear_log_prob_backward.default: log_prob_backward_arguments},
+    opcheck=raw_ops("linear_log_prob"),
     bad_inputs=[
         *SHARED_BAD,
         BadInput("weight of one dimension", but(weight=lambda g: g["weight"][0]), r"weight: expected shape \(V, 24\)"),

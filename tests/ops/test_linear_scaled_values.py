@@ -7,12 +7,13 @@ import weakref
 import pytest
 import torch
 import warpsmith
-from torch.utils._python_dispatch import TorchDispatchMode
 from warpsmith import reference
 from warpsmith._core import pending
 from warpsmith.amp import Fp8Recipe
 from warpsmith.ops import _scaled_linear, _shared_casts
 from warpsmith.testing import bitwise_equal
+
+from tests.dispatched import Dispatched
 
 E4M3 = torch.float8_e4m3fn
 raw = torch.ops.warpsmith
@@ -78,22 +79,16 @@ def test_zeros_largest_values_and_subnormal_rows():
     assert warpsmith.scaled_linear(x[:0], torch.eye(16)).shape == (0, 16)
 
 
-class Calls(TorchDispatchMode):
-    """The names of this library's ops that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == "warpsmith":
-            self.seen.append(op._schema.name.split("::")[1])
-        return op(*args, **(kwargs or {}))
-
+class Calls(Dispatched):
     def casts(self):
         """Of weights, since the last question."""
-        count, self.seen = self.seen.count("scaled_linear_cast"), []
+        count = self.names.count("scaled_linear_cast")
+        self.calls.clear()
         return count
+
+    def shared(self, place, *forms):
+        """Of each product of these forms, whether it was given the bytes of x, which have this place."""
+        return [args[place] is not None for op, args in self.calls if op._schema.name.rsplit("_")[-1] in forms]
 
 
 def layer(**options):
@@ -108,10 +103,10 @@ def test_one_op_a_direction():
     x = torch.randn(4, 32, requires_grad=True)
     with Calls() as calls:
         call(x).sum().backward()
-    assert calls.seen == ["scaled_linear_cast", "scaled_linear_forward", "scaled_linear_backward"]
+    assert calls.names == ["scaled_linear_cast", "scaled_linear_forward", "scaled_linear_backward"]
     with Calls() as calls:
         warpsmith.scaled_linear(x, torch.randn(16, 32, requires_grad=True)).sum().backward()
-    assert calls.seen == ["scaled_linear_forward", "scaled_linear_backward"]
+    assert calls.names == ["scaled_linear_forward", "scaled_linear_backward"]
 
 
 @pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
@@ -126,7 +121,7 @@ def test_what_nobody_reads_is_not_returned(scaling):
         with torch.no_grad():
             assert torch.equal(call(x), expected)
         assert torch.equal(call(x.detach()), expected)
-    forms = [name for name in calls.seen if name != "scaled_linear_cast"]
+    forms = [name for name in calls.names if name != "scaled_linear_cast"]
     assert forms == ["scaled_linear_forward", *["scaled_linear_inference"] * 3]
     # a frozen layer of a model in training counts all the same
     state = _scaled_linear.Fp8State(torch.device("cpu"))
@@ -146,7 +141,7 @@ def test_micro_batches_cast_a_weight_once(scaling):
                 # the transpose is kept from the second backward on
                 assert calls.casts() == {0: 1, 1: 1}.get(micro_batch, 0), (step, micro_batch)
             optimizer.step()
-        assert call(x).shape == (4, 48) and "scaled_linear_cast" in calls.seen
+        assert call(x).shape == (4, 48) and "scaled_linear_cast" in calls.names
 
 
 def take_averages(made):
@@ -239,7 +234,6 @@ def test_weights_of_a_captured_step_are_not_kept(named, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_each_stream_has_its_own_cast():
     weight, x = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda")), torch.randn(16, 4096, device="cuda")
     expected, streams = warpsmith.scaled_linear(x, weight.detach()), [torch.cuda.Stream() for _ in range(2)]
@@ -379,7 +373,6 @@ SIZES = [(128, 256, 512), (100, 128, 48), (17, 2064, 144), (1, 16, 16), (4096, 1
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("options", [{"scaling": s, "grad_dtype": g} for s in ("row", "tensor", "block")
                                      for g in ("e4m3", "e5m2")], ids=str)  # fmt: skip
@@ -399,21 +392,6 @@ def test_products_of_a_card_are_the_emulated(size, options, dtype):
     assert all(map(torch.equal, found, again))
 
 
-class Shares(TorchDispatchMode):
-    """Of each 8-bit product of a forward and of a backward, whether it was given the bytes of x."""
-
-    def __init__(self):
-        super().__init__()
-        self.forward, self.backward = [], []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op in (raw.scaled_linear_forward.default, raw.scaled_linear_inference.default):
-            self.forward.append(args[6] is not None)
-        if op is raw.scaled_linear_backward.default:
-            self.backward.append(args[11] is not None)
-        return op(*args, **(kwargs or {}))
-
-
 def siblings(scaling, count=3):
     g = torch.Generator().manual_seed(3)
     weights = [torch.randn(32, 48, generator=g).requires_grad_() for _ in range(count)]
@@ -430,9 +408,9 @@ def test_layers_of_one_x_share_its_cast(scaling):
     x = torch.randn(40, 48, generator=torch.Generator().manual_seed(4)).requires_grad_()
     x.data[3, 5] = math.inf
     weights, states, call = siblings(scaling)
-    with Shares() as shares:
+    with Calls() as calls:
         torch.cat([call(i, x) for i in range(3)], 1).square().sum().backward()
-    assert shares.forward == [False, True, True] and shares.backward == [False, True, True]
+    assert calls.shared(6, "forward", "inference") == calls.shared(11, "backward") == [False, True, True]
     assert [s.x_counts.tolist() for s in states] == [[0, 1]] * 3
     shared = [t.grad.clone() for t in (x, *weights)]
     for t in (x, *weights):
@@ -477,10 +455,10 @@ def test_other_recipes_and_given_scales_share_nothing():
     weights, states, _ = siblings("tensor", 2)
     x = torch.randn(40, 48, requires_grad=True)
     states[1].x_scale = torch.tensor(0.5)
-    with Shares() as shares:
+    with Calls() as calls:
         for recipe, state in (("tensor", states[0]), ("row", states[0]), ("row", None), ("tensor", states[1])):
             warpsmith.scaled_linear(x, weights[0], recipe=recipe, state=state)
-    assert shares.forward == [False, False, True, False]
+    assert calls.shared(6, "forward", "inference") == [False, False, True, False]
 
 
 @pytest.mark.parametrize("scaling", ["row", "tensor", "block"])

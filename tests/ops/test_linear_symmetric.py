@@ -10,12 +10,12 @@ from warpsmith import reference
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 from warpsmith.testing.sim import is_loaded, launches, torch_device
 
-from tests.ops.public_calls import but
+from tests.ops.public_calls import but, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, FP16, FP32, FP64)
 OPS = torch.ops.warpsmith
-ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+ON_CUDA = pytest.mark.gpu
 DEVICES = ["sim-"] if is_loaded() else ["cpu", pytest.param("cuda", marks=ON_CUDA)]
 
 CASES = [
@@ -42,7 +42,7 @@ SPEC = OpSpec(
     autocast=lambda good, dtype: (dtype,),
     gradcheck_cases=[Case((3, 4), FP64), Case((2, 3, 2), FP64)],
     traced="warpsmith::matmul_symmetric",
-    opcheck={OPS.matmul_symmetric.default: lambda good: (good["x"],)},
+    opcheck=raw_ops("matmul_symmetric"),
     bad_inputs=[
         BadInput("integers", but(x=lambda g: g["x"].int()), "x: expected float32.*got int32"),
         BadInput("a row", but(x=lambda g: g["x"][0]), r"x: expected at least two dimensions, got \(24\)"),

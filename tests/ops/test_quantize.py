@@ -7,7 +7,7 @@ from warpsmith.reference.quantize import finite_amax
 from warpsmith.reference.quantize import quantize_fp8 as quantize_reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
-from tests.ops.public_calls import but
+from tests.ops.public_calls import but, raw_ops
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -135,11 +135,6 @@ def arguments(g):
     return {k: g[k] for k in ("x", "scaling", "dtype", "scale", "transpose", "power_of_two")}
 
 
-def raw_arguments(g):
-    numbers = ("row", "tensor", "block", "block2d").index(g["scaling"]), ("no", "also", "only").index(g["transpose"])
-    return g["x"], g["scale"], *numbers, g["dtype"], g["power_of_two"], False
-
-
 QUANTIZE = OpSpec(
     name="quantize_fp8",
     op=bytes_of(warpsmith.quantize_fp8),
@@ -151,10 +146,7 @@ QUANTIZE = OpSpec(
     batched=("x",),
     edge_inputs=("x",),
     float64_devices=(),
-    opcheck={
-        raw.quantize_fp8.default: raw_arguments,
-        raw.fp8_amax.default: lambda g: (g["x"], True),
-    },
+    opcheck={**raw_ops("quantize_fp8"), raw.fp8_amax.default: lambda g: (g["x"], True)},
     traced="warpsmith::quantize_fp8",
     floor_bytes=floor_bytes,
     bytes_beside=bytes_beside,

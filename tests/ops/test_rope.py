@@ -9,7 +9,7 @@ from warpsmith.reference.rope import rope as rope_reference
 from warpsmith.testing import LAYOUTS, BadInput, Case, OpSpec, bitwise_equal, lay_out, op_tests, sim
 from warpsmith.testing.sim import is_loaded
 
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Where ops run by their kernels, which know what the host does not.
@@ -65,20 +65,6 @@ def torch_qk_norm_rope(q, k, q_weight, k_weight, cos, sin, *, eps, interleaved, 
         return rotate(x, *angles, interleaved)
 
     return one(q, q_weight), one(k, k_weight)
-
-
-def rope_arguments(good):
-    values = (good[n] for n in ("q", "k", "cos", "sin", "interleaved", "cu_seqlens"))
-    return *values, None, good["position_offset"], False
-
-
-def norm_arguments(good):
-    values = (good[n] for n in ("q", "k", *WEIGHTS, "cos", "sin", "eps", "interleaved", "cu_seqlens"))
-    return *values, None, good["position_offset"]
-
-
-def norm_backward_arguments(good):
-    return torch.ones_like(good["q"]), torch.ones_like(good["k"]), *norm_arguments(good), True, True, True, True
 
 
 def moved(case, elements):
@@ -264,7 +250,7 @@ TestRope = op_tests(
             Case((5, 2, 7), FP64, options={"lengths": (2, 3), "rotary_dim": 4, **TURNED}),
         ],
         traced="warpsmith::rope",
-        opcheck={op.default: rope_arguments for op in (OPS.rope, OPS.rope_forward, OPS.rope_inplace)},
+        opcheck=raw_ops("rope", "_inplace"),
         bad_inputs=BAD_INPUTS,
         floor_bytes=lambda case: {"forward": moved(case, 2), "backward": moved(case, 2)},
         bytes_beside=rope_beside,
@@ -286,11 +272,7 @@ TestQkNormRope = op_tests(
             Case((3, 1, 5), FP64, options={"lengths": (2, 1), "rotary_dim": 4, **TURNED}),
         ],
         traced="warpsmith::qk_norm_rope",
-        opcheck={
-            OPS.qk_norm_rope.default: norm_arguments,
-            OPS.qk_norm_rope_forward.default: norm_arguments,
-            OPS.qk_norm_rope_backward.default: norm_backward_arguments,
-        },
+        opcheck=raw_ops("qk_norm_rope"),
         bad_inputs=[*BAD_INPUTS, *NORM_BAD_INPUTS],
         floor_bytes=lambda case: {"forward": moved(case, 2), "backward": moved(case, 3)},
         bytes_beside=norm_beside,

@@ -10,7 +10,7 @@ from warpsmith import reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
 
 from tests.dispatched import Dispatched
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = ("softmax", "log_softmax")
@@ -63,7 +63,7 @@ def some_columns(draw, st, case):
 
 
 def spec(name):
-    raw, theirs = torch.ops.warpsmith, getattr(torch, name)
+    theirs = getattr(torch, name)
     return OpSpec(
         name=name,
         op=getattr(warpsmith, name),
@@ -82,13 +82,7 @@ def spec(name):
         redraw=some_columns,
         random_cases=2000,
         traced=f"warpsmith::{name}",
-        opcheck={
-            getattr(raw, name).default: lambda g: (g["x"], True),
-            getattr(raw, name + "_forward").default: lambda g: (g["x"], False),
-            getattr(raw, name + "_backward").default: lambda g: (
-                torch.ones_like(g["x"]), -torch.ones_like(g["x"]), g["x"].dtype,
-            ),
-        },
+        opcheck=raw_ops(name),
         bad_inputs=[
             BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
             BadInput("to integers", but(dtype=lambda g: torch.int8), "dtype: expected float32.*, got int8"),
@@ -147,26 +141,6 @@ def test_rows_longer_than_the_shared_memory(name, dtype):
     tolerance = 4 * torch.finfo(dtype).eps
     for found, right in ((y, expected), (dx, expected_dx)):
         assert ((found.double() - right).abs() <= tolerance * right.abs().amax()).all()
-
-
-@pytest.mark.not_on_sim("torch's function on the CPU")
-@pytest.mark.parametrize("variant", ["", "with_dtype"])
-@pytest.mark.parametrize("name", NAMES)
-def test_torchs_sample_inputs(name, variant):
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    info = next(i for i in op_db if i.name == name and i.variant_test_name == variant)
-    count = fused = 0
-    for dtype in (FP32, FP64):
-        for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
-            with Dispatched() as ops:
-                found = getattr(warpsmith.nn.functional, name)(sample.input, *sample.args, **sample.kwargs)
-            expected = getattr(F, name)(sample.input, *sample.args, **sample.kwargs)
-            torch.testing.assert_close(found, expected)
-            grads = (torch.autograd.grad(y, sample.input, expected.detach().cos())[0] for y in (found, expected))
-            torch.testing.assert_close(*grads)
-            count, fused = count + 1, fused + bool(ops.calls)
-    assert count > fused > 2
 
 
 @pytest.mark.not_on_sim("which op torch's function calls")

@@ -9,6 +9,7 @@ import warpsmith
 from torch import nn
 from torch.testing import assert_close
 from warpsmith.testing import bitwise_equal
+from warpsmith.testing.checks.cuda import no_waits
 
 from benchmarks.bench_optim import launches
 
@@ -64,17 +65,13 @@ def test_the_host_never_waits():
         set_grads(params, i)
         gradients.append([p.grad for p in params])
     optimizer.grad_scale, optimizer.found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for step in gradients:
             for p, g in zip(params, step, strict=True):
                 p.grad = g
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.parametrize("tensor_lr", [False, True])

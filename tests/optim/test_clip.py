@@ -10,6 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 from warpsmith.optim import clip_grad_norm_, grad_norm
 from warpsmith.testing import bitwise_equal, run_ranks
+from warpsmith.testing.checks.cuda import no_waits
 
 from .adamw_runs import ORDERS as SCHEDULES
 from .adamw_runs import in_order
@@ -189,12 +190,8 @@ def test_dtensors_have_the_norm_of_the_whole():
 @pytest.mark.parametrize("order", ORDERS[:3], ids=str)
 def test_on_cuda_without_waiting(order):
     here, there = make(tuple(FLOATS[:3])), make(tuple(FLOATS[:3]), device="cuda")
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         norm = clip_grad_norm_(there, 0.5, order)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     expected = clip_grad_norm_(here, 0.5, order)
     assert_close(norm.cpu(), expected, rtol=1e-6, atol=0)
     for p, q in zip(here[1:], there[1:], strict=True):

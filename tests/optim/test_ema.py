@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 from warpsmith.optim import EMA
 from warpsmith.testing import bitwise_equal
+from warpsmith.testing.checks.cuda import no_waits
 from warpsmith.testing.distributed import multirank
 
 from tests.dispatched import Copies
@@ -86,13 +87,9 @@ def test_the_host_never_waits(precision):
 
     step()
     torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for _ in range(3):
             step()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.gpu

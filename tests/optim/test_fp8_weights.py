@@ -355,7 +355,6 @@ def test_copies_and_pickles_go_on():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_captured_step_casts_at_each_replay():
     finals = []
     for captured in (False, True):

@@ -305,9 +305,8 @@ def test_what_has_no_gradient_stays():
     assert float(params[0].detach().min()) > -3
 
 
+@pytest.mark.gpu
 def test_a_step_captured_in_a_graph():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     a, b = (matrices(device="cuda", shapes=[(64, 128), (128, 64)]) for _ in range(2))
     ours, plain = (warpsmith.optim.Muon(p, lr=0.02) for p in (a, b))
     set_grads(a, 0)

@@ -23,6 +23,12 @@ def test_a_false_schema_is_caught_by_opcheck():
         integration.check_opcheck(spec, op)
 
 
+def test_an_op_that_no_call_reaches_is_caught():
+    spec = replace(SPEC, opcheck={torch.ops.warpsmith.rms_norm.default: None})
+    with pytest.raises(AssertionError, match="a call reaches neither warpsmith.rms_norm.default nor"):
+        integration.check_opcheck(spec, torch.ops.warpsmith.rms_norm.default)
+
+
 def test_a_compiled_op_that_differs_is_caught():
     op = with_op(lambda x, scale: reference(x, scale) * (1.001 if torch.compiler.is_compiling() else 1.0))
     caught(integration.check_compiled, op, match=r"compiled \(aot_eager\): y")

@@ -122,11 +122,7 @@ SPEC = OpSpec(
     differentiable=("x", "scale"),
     outputs=("y",),
     traced="warpsmith_toy::scale",
-    opcheck={
-        raw.scale_forward.default: lambda i: (i["x"], i["scale"]),
-        raw.scale_backward.default: lambda i: (torch.ones_like(i["x"]), i["x"], i["scale"]),
-        raw.scale.default: lambda i: (i["x"], i["scale"]),
-    },
+    opcheck=dict.fromkeys(op.default for op in (raw.scale_forward, raw.scale_backward, raw.scale)),
     bad_inputs=[
         BadInput("x of integers", lambda i: {**i, "x": i["x"].int()}, "expected a floating dtype, got torch.int32"),
         BadInput(

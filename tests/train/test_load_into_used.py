@@ -11,6 +11,8 @@ import warpsmith
 from nested_states import differences
 from warpsmith.distributed import ShardedOptimizer, ShardedState
 
+from tests.nn.test_no_copies import WIDTH, first_case
+
 ROOMS = ("optim", "amp", "train", "nn", "distributed")
 
 
@@ -184,43 +186,20 @@ class Sampled(Alone):
         return [first, drawn, self.object.state_dict(), self.object.epoch, len(self.object)]
 
 
-IMAGES = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(3)).to(memory_format=torch.channels_last)
-X, HEADS, LABELS = torch.ones(2, 3, 8), torch.ones(2, 3, 2, 8), torch.tensor([[1, 2, 0], [0, 1, 2]])
-ANGLES = (torch.ones(3, 4), torch.ones(3, 4))
-MODULES = {  # arguments of the constructor and of a call
-    "AddLayerNorm": ((8,), (X, X)),
-    "AddRMSNorm": ((8,), (X, X)),
-    "Attention": ((16, 2, 1), (torch.ones(2, 3, 16),)),
-    "BatchNorm2d": ((3,), (IMAGES,)),
-    "BiasGELU": ((8,), (X,)),
-    "ConvBNReLU": ((3, 4), (IMAGES,)),
-    "CrossEntropyLoss": ((torch.rand(8),), (X.flatten(0, 1), LABELS.flatten())),
-    "DropoutAdd": ((0.1,), (X, X)),
-    "DropoutAddLayerNorm": ((8, 0.1), (X, X)),
-    "DropoutAddRMSNorm": ((8, 0.1), (X, X)),
-    "GatedMLP": ((8, 16), (X,)),
-    "GroupNorm": ((1, 3), (IMAGES,)),
-    "LayerNorm": ((8,), (X,)),
-    "Linear": ((8, 16), (X,)),
-    "LinearCrossEntropyHead": ((8, 16), (X, LABELS)),
-    "MLP": ((8, 16), (X,)),
-    "NormLinear": ((8, (16, 4)), (X, X)),
-    "QKNormRoPE": ((8,), (HEADS, HEADS, *ANGLES)),
-    "RMSNorm": ((8,), (X,)),
-    "RotaryEmbedding": ((8,), (HEADS, HEADS)),
-    "SyncBatchNorm": ((3,), (IMAGES,)),
-}
+WEIGHT = torch.rand(WIDTH)  # of classes
 
 
 class Module(Alone):
     def __init__(self, name):
         torch.manual_seed(0)
-        given, self.inputs = MODULES[name]
-        self.object = getattr(warpsmith.nn, name)(*given)
+        given, call = first_case(name)
+        given |= {"weight": WEIGHT} if name == "CrossEntropyLoss" else {}
+        self.object, self.inputs = getattr(warpsmith.nn, name)(**given), call()
 
     def call(self):
         torch.manual_seed(5)
-        results = self.object(*self.inputs)
+        given, more = self.inputs
+        results = self.object(*given, **more)
         return [r.detach() for r in (results if isinstance(results, tuple) else (results,))]
 
     def use(self, seed):

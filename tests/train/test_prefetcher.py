@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
+from warpsmith.testing.checks.cuda import no_waits
 from warpsmith.train import Prefetcher, PrefetchStats
 
 Pair = collections.namedtuple("Pair", ["x", "name"])
@@ -178,15 +179,12 @@ def test_no_wait_and_no_memory_taken_too_early():
     """Batches of one size, so that their memory is taken again; steps that read each late."""
     batches = [torch.full((1 << 20,), float(i)).pin_memory() for i in range(12)]
     torch.cuda._sleep(1000)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = []
+    found = []
+    with no_waits():
         for batch in Prefetcher(batches, "cuda"):
             torch.cuda._sleep(20_000_000)
             found.append(batch.sum() / batch.numel())
             del batch
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.stack(found).tolist() == list(range(12))
 
 

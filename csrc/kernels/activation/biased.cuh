@@ -114,13 +114,9 @@ inline Status problem_of(const BiasedBwdParams& p, BiasedProblem* out) {
 
 inline LaunchConfig grid_of(const BiasedConfig& c) {
   constexpr int64_t kMostAlongY = 65535;
-  LaunchConfig launch_config;
-  launch_config.grid.x = static_cast<unsigned>(c.tiles);
-  launch_config.grid.y = static_cast<unsigned>(std::min(c.row_blocks, kMostAlongY));
-  launch_config.grid.z = static_cast<unsigned>(ceil_div(c.row_blocks, kMostAlongY));
-  launch_config.block.x = static_cast<unsigned>(c.width);
-  launch_config.block.y = static_cast<unsigned>(c.rows_at_once());
-  return launch_config;
+  const int64_t along_y = std::min(c.row_blocks, kMostAlongY), along_z = ceil_div(c.row_blocks, kMostAlongY);
+  return {.grid = dim3(static_cast<unsigned>(c.tiles), static_cast<unsigned>(along_y), static_cast<unsigned>(along_z)),
+          .block = dim3(static_cast<unsigned>(c.width), static_cast<unsigned>(c.rows_at_once()))};
 }
 
 template <template <class> class F> Status launch_biased_forward(const BiasedFwdParams& p, void* stream) {

@@ -116,10 +116,8 @@ Status launch_elementwise_as(const Op& op, const ElementwiseParams<Op::I, Op::O>
   constexpr int kVector = 16 / sizeof(T);
   const int64_t row_vectors = c.flat ? c.vectors : p.columns / c.vector_elems;
   const ElementwiseIndex index{c.flat, p.rows * p.columns, c.vectors, row_vectors, device::FastDivide(row_vectors)};
-  LaunchConfig launch_config;
-  launch_config.grid.x = static_cast<unsigned>(c.blocks);
-  launch_config.block.x = static_cast<unsigned>(c.threads);
-  return launch(c.vector_elems == 1 ? elementwise<Op, T, 1> : elementwise<Op, T, kVector>, launch_config, stream, op, p,
+  const LaunchConfig config{.grid = static_cast<unsigned>(c.blocks), .block = static_cast<unsigned>(c.threads)};
+  return launch(c.vector_elems == 1 ? elementwise<Op, T, 1> : elementwise<Op, T, kVector>, config, stream, op, p,
                 index);
 }
 

@@ -74,9 +74,7 @@ template <template <class> class F, class T> __global__ void __launch_bounds__(k
 }
 
 template <template <class> class F> Status gated_rows(const GatedFwdParams& p, int threads, void* stream) {
-  LaunchConfig c;
-  c.grid.x = static_cast<unsigned>(p.rows);
-  c.block.x = static_cast<unsigned>(threads);
+  const LaunchConfig c{.grid = static_cast<unsigned>(p.rows), .block = static_cast<unsigned>(threads)};
   return p.dtype == Dtype::float16 ? launch(gated_rows<F, float16>, c, stream, p)
                                    : launch(gated_rows<F, bfloat16>, c, stream, p);
 }

@@ -29,10 +29,7 @@ Turns turns_of(const BatchNormProblem& p, const BatchNormConfig& c) {
 // after: the kernel waits for the one before it by itself.
 template <class Params> Status launch_pass(void (*kernel)(Params), int64_t blocks, bool after, const Params& p,
                                            void* stream, size_t ring_bytes = 0) {
-  LaunchConfig config;
-  config.dynamic_shared_bytes = ring_bytes;
-  config.grid.x = static_cast<unsigned>(blocks);
-  config.block.x = kThreads;
+  LaunchConfig config{.grid = static_cast<unsigned>(blocks), .block = kThreads, .dynamic_shared_bytes = ring_bytes};
   if (after) WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
   return launch(kernel, config, stream, p);
 }
@@ -157,9 +154,7 @@ Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) 
   if (!p.dx && !p.dresidual) return {};
   if (p.sums_of_ranks) {
     float* const means = static_cast<float*>(p.partials);
-    LaunchConfig config;
-    config.grid.x = static_cast<unsigned>(ceil_div(p.columns, int64_t{kThreads}));
-    config.block.x = kThreads;
+    const LaunchConfig config{.grid = static_cast<unsigned>(ceil_div(p.columns, int64_t{kThreads})), .block = kThreads};
     WARPSMITH_RETURN_IF_FAILED(
         launch(mean_of_ranks, config, stream, p.sums_of_ranks, p.statistics_of_ranks, means, p.ranks, p.columns));
     g.means = means;

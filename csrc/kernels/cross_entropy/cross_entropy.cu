@@ -11,13 +11,11 @@ namespace {
 using namespace cross_entropy;
 
 LaunchConfig grid_of(const CrossEntropyConfig& c) {
-  LaunchConfig launch;
-  launch.grid.x = static_cast<unsigned>(c.blocks);
-  launch.block.x = static_cast<unsigned>(c.threads);
-  launch.cluster = static_cast<unsigned>(c.cluster);
-  launch.dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes);
-  launch.bulk_copies = c.bulk;
-  return launch;
+  return {.grid = static_cast<unsigned>(c.blocks),
+          .block = static_cast<unsigned>(c.threads),
+          .dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes),
+          .cluster = static_cast<unsigned>(c.cluster),
+          .bulk_copies = c.bulk};
 }
 
 Status problem_of(int64_t rows, int64_t classes, const void* base, int64_t stride, Dtype dtype,
@@ -58,13 +56,11 @@ template <class Visit> Status with_terms(const CrossEntropyParams& p, const void
 template <class Source>
 Status launch_total(const Source& source, int64_t count, void* partials_any, bool overlap, void* stream) {
   float* partials = static_cast<float*>(partials_any);
-  LaunchConfig first, second;
-  first.grid.x = static_cast<unsigned>(total_blocks(count));
-  first.block.x = second.block.x = kTotalThreads;
+  LaunchConfig first{.grid = static_cast<unsigned>(total_blocks(count)), .block = kTotalThreads};
   if (overlap) WARPSMITH_RETURN_IF_FAILED(allow_overlap(&first));
   WARPSMITH_RETURN_IF_FAILED(launch(total<Source>, first, stream, source, partials, count));
   if (first.grid.x == 1) return {};
-  return launch(total_of_partials<Source>, second, stream, source, partials, int64_t{first.grid.x});
+  return launch(total_of_partials<Source>, {.block = kTotalThreads}, stream, source, partials, int64_t{first.grid.x});
 }
 
 }  // namespace

@@ -30,14 +30,13 @@ Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c) {
 
 template <class Params> Status launch_clusters(void (*kernel)(Params), const Params& p, int64_t samples,
                                                const GroupNormConfig& c, void* stream) {
-  LaunchConfig config;
   constexpr int64_t kMost = 65535;  // of y and z
-  config.grid.x = static_cast<unsigned>(c.ranges * c.cluster);
-  config.grid.y = static_cast<unsigned>(std::min(samples, kMost));
-  config.grid.z = static_cast<unsigned>(ceil_div(samples, kMost));
-  config.block.x = kThreads;
-  config.dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes);
-  config.cluster = static_cast<unsigned>(c.cluster);
+  const LaunchConfig config{
+      .grid = dim3(static_cast<unsigned>(c.ranges * c.cluster), static_cast<unsigned>(std::min(samples, kMost)),
+                   static_cast<unsigned>(ceil_div(samples, kMost))),
+      .block = kThreads,
+      .dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes),
+      .cluster = static_cast<unsigned>(c.cluster)};
   return launch(kernel, config, stream, p);
 }
 

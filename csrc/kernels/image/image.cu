@@ -10,9 +10,7 @@ namespace warpsmith {
 Status normalize_image_cuda(const NormalizeImageParams& p, void* stream) {
   if (p.samples == 0 || p.elems() == 0) return {};
   const ImageConfig c = choose_image({p.samples, p.elems(), size_bytes(p.dtype), on_16_bytes(p.x)});
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(c.blocks);
-  config.block.x = kImageThreads;
+  const LaunchConfig config{.grid = static_cast<unsigned>(c.blocks), .block = kImageThreads};
   return visit_cuda_dtype(
       p.dtype, [&]<class T>() { return launch(image::normalize_image<T>, config, stream, p, c, image::Sizes(p, c)); });
 }

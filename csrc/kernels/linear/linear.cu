@@ -42,9 +42,8 @@ Status column_sums_cuda(const ColumnSumsParams& p, void* stream) {
     if (p.columns == 0) return Status();
     int64_t slices = 0;
     WARPSMITH_RETURN_IF_FAILED(column_sums_slices_cuda(p, &slices));
-    LaunchConfig config;
-    config.grid = dim3(static_cast<unsigned>(column_tiles(p)), static_cast<unsigned>(slices));
-    config.block.x = kColumnLanes * kColumnWarps;
+    const LaunchConfig config{.grid = dim3(static_cast<unsigned>(column_tiles(p)), static_cast<unsigned>(slices)),
+                              .block = kColumnLanes * kColumnWarps};
     const int64_t rows = ceil_div(ceil_div(p.rows, slices), int64_t{kRowsAStep}) * kRowsAStep;
     constexpr int N = 16 / sizeof(T);
     WARPSMITH_RETURN_IF_FAILED(vector_elems(p) == 1 ? launch(sum_slices<T, 1>, config, stream, p, rows)
@@ -59,9 +58,7 @@ Status mirror_cuda(const MirrorParams& p, void* stream) {
   const int64_t sides = ceil_div(p.n, kMirrorSide), tiles = p.batches * sides * sides;
   if (tiles == 0) return {};
   if (tiles > INT32_MAX) return Status::unsupported("symmetric matrices of more than 2^31 tiles of 32 x 32 elements");
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(tiles);
-  config.block.x = kMirrorThreads;
+  const LaunchConfig config{.grid = static_cast<unsigned>(tiles), .block = kMirrorThreads};
   return visit_cuda_dtype(p.dtype, [&]<class T>() {
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
     return launch(mirror<Bits>, config, stream, static_cast<Bits*>(p.x), p.n, static_cast<unsigned>(sides));

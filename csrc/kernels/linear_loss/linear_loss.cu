@@ -17,10 +17,8 @@ template <class Kernel> Status launch_over(Kernel kernel, const LinearFinishPara
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   const int64_t blocks = ceil_div(p.count, int64_t{kFinishThreads} * elems);
-  LaunchConfig grid;
-  grid.grid.x = static_cast<unsigned>(std::min(blocks, kBlocksAMultiprocessor * device.multiprocessors));
-  grid.block.x = kFinishThreads;
-  return launch(kernel, grid, stream, p);
+  const int64_t most = kBlocksAMultiprocessor * device.multiprocessors;
+  return launch(kernel, {.grid = static_cast<unsigned>(std::min(blocks, most)), .block = kFinishThreads}, stream, p);
 }
 
 template <class In, class Out> Status run_finish(const LinearFinishParams& p, void* stream) {

@@ -67,13 +67,11 @@ template <class T, class Visit> Status visit_op(Norm op, Dtype residual_dtype, V
 }
 
 inline LaunchConfig grid_of(const NormConfig& c) {
-  LaunchConfig launch;
-  launch.grid.x = static_cast<unsigned>(c.blocks);
-  launch.block.x = static_cast<unsigned>(c.threads);
-  launch.dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes);
-  launch.cluster = static_cast<unsigned>(c.cluster);
-  launch.bulk_copies = c.bulk_copies();
-  return launch;
+  return {.grid = static_cast<unsigned>(c.blocks),
+          .block = static_cast<unsigned>(c.threads),
+          .dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes),
+          .cluster = static_cast<unsigned>(c.cluster),
+          .bulk_copies = c.bulk_copies()};
 }
 
 }  // namespace warpsmith::norm

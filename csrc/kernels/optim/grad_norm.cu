@@ -5,11 +5,10 @@
 namespace warpsmith {
 namespace {
 
-Status one_block_a_chunk(int64_t chunk_count, LaunchConfig* config) {
-  if (chunk_count > 0x7fffffff) return Status::unsupported("more than 2^31 chunks in one launch");
-  config->grid.x = static_cast<unsigned>(chunk_count);
-  config->block.x = grad_norm::kThreads;
-  return {};
+// With a block for each chunk.
+template <class Params> Status launch_chunks(void (*kernel)(Params), int64_t chunks, const Params& p, void* stream) {
+  if (chunks > 0x7fffffff) return Status::unsupported("more than 2^31 chunks in one launch");
+  return launch(kernel, {.grid = static_cast<unsigned>(chunks), .block = grad_norm::kThreads}, stream, p);
 }
 
 }  // namespace
@@ -23,8 +22,6 @@ Status norm_chunk_elems_cuda(int64_t total_elems, int32_t* chunk_elems) {
 
 Status grad_norm_partials_cuda(const GradNormParams& p, void* stream) {
   if (p.norm_dtype != Dtype::float32) return Status::unsupported("a norm in float64 on CUDA");
-  LaunchConfig config;
-  WARPSMITH_RETURN_IF_FAILED(one_block_a_chunk(p.chunk_count, &config));
   const auto sums = [&] {
     switch (p.order) {
       case NormOrder::one: return &grad_norm::partial_sums<NormOrder::one>;
@@ -32,14 +29,12 @@ Status grad_norm_partials_cuda(const GradNormParams& p, void* stream) {
       default: return &grad_norm::partial_sums<NormOrder::infinity>;
     }
   }();
-  return launch(sums, config, stream, p);
+  return launch_chunks(sums, p.chunk_count, p, stream);
 }
 
 Status grad_norm_finish_cuda(const GradNormParams& p, void* stream) {
   if (p.norm_dtype != Dtype::float32) return Status::unsupported("a norm in float64 on CUDA");
-  LaunchConfig one;
-  one.block.x = grad_norm::kFinishThreads;
-  return launch(grad_norm::finish, one, stream, p);
+  return launch(grad_norm::finish, {.block = grad_norm::kFinishThreads}, stream, p);
 }
 
 Status grad_norm_cuda(const GradNormParams& p, void* stream) {
@@ -49,24 +44,17 @@ Status grad_norm_cuda(const GradNormParams& p, void* stream) {
 
 Status grad_check_cuda(const GradCheckParams& p, void* stream) {
   WARPSMITH_RETURN_IF_FAILED(grad_norm_partials_cuda(p.norm, stream));
-  LaunchConfig one, config;
-  one.block.x = grad_norm::kFinishThreads;
-  WARPSMITH_RETURN_IF_FAILED(launch(grad_norm::finish_check, one, stream, p));
-  WARPSMITH_RETURN_IF_FAILED(one_block_a_chunk(p.norm.chunk_count, &config));
-  return launch(grad_norm::count_bad, config, stream, p);
+  WARPSMITH_RETURN_IF_FAILED(launch(grad_norm::finish_check, {.block = grad_norm::kFinishThreads}, stream, p));
+  return launch_chunks(grad_norm::count_bad, p.norm.chunk_count, p, stream);
 }
 
 Status unscale_grads_cuda(const UnscaleParams& p, void* stream) {
-  LaunchConfig config;
-  WARPSMITH_RETURN_IF_FAILED(one_block_a_chunk(p.chunk_count, &config));
-  return launch(grad_norm::unscale, config, stream, p);
+  return launch_chunks(grad_norm::unscale, p.chunk_count, p, stream);
 }
 
 Status clip_grads_cuda(const ClipParams& p, void* stream) {
   if (p.norm_dtype != Dtype::float32) return Status::unsupported("a norm in float64 on CUDA");
-  LaunchConfig config;
-  WARPSMITH_RETURN_IF_FAILED(one_block_a_chunk(p.chunk_count, &config));
-  return launch(grad_norm::clip, config, stream, p);
+  return launch_chunks(grad_norm::clip, p.chunk_count, p, stream);
 }
 
 }  // namespace warpsmith

@@ -19,9 +19,7 @@ Status optim_chunk_elems_cuda(int64_t total_elems, Storage storage, int32_t* chu
 
 Status optim_cuda(const OptimParams& p, void* stream) {
   if (p.chunk_count > 0x7fffffff) return Status::unsupported("more than 2^31 chunks in one launch");
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(p.chunk_count);
-  config.block.x = kOptimThreads;
+  const LaunchConfig config{.grid = static_cast<unsigned>(p.chunk_count), .block = kOptimThreads};
   switch (p.storage) {
     case Storage::float32:
       return optim::launch_step<optim::Stored<float, float, false>, casts_weights(Storage::float32)>(p, config, stream);

@@ -6,9 +6,7 @@ namespace warpsmith {
 namespace {
 
 template <class P, bool kMaster, bool kRuntimeDtype> Status launch_kernels(const LayerwiseParams& p, void* stream) {
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(p.step.chunk_count);
-  config.block.x = layerwise::kThreads;
+  const LaunchConfig config{.grid = static_cast<unsigned>(p.step.chunk_count), .block = layerwise::kThreads};
   if (!is_layerwise(p.step.optimizer)) return Status::unsupported("an optimizer that is not layerwise");
   WARPSMITH_RETURN_IF_FAILED(launch(layerwise::layerwise_moments<LAMB, P, kMaster, kRuntimeDtype>, config, stream, p));
   return launch(layerwise::layerwise_apply<LAMB, P, kMaster, kRuntimeDtype>, config, stream, p);

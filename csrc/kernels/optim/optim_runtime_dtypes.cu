@@ -9,9 +9,7 @@ namespace warpsmith {
 Status optim_runtime_dtypes_cuda(const OptimParams& p, void* stream) {
   if (p.chunk_count > 0x7fffffff) return Status::unsupported("more than 2^31 chunks in one launch");
   if (p.storage == Storage::float64) return no_cuda_kernel(Dtype::float64);
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(p.chunk_count);
-  config.block.x = kOptimThreads;
+  const LaunchConfig config{.grid = static_cast<unsigned>(p.chunk_count), .block = kOptimThreads};
   if (is_8bit(p.storage)) return optim::launch_8bit(p, config, stream);
   const optim::RuntimeStorage storage{param_dtype(p.storage), state_dtype(p.storage), has_master(p.storage),
                                       refinement_of(p.storage)};

@@ -17,10 +17,8 @@ template <class T, int N> Status launch_tiles(const RankMeanParams& p, void* str
   constexpr int64_t kTile = int64_t{rank_mean::kThreads} * rank_mean::kVectors * N;
   const int64_t tiles = (p.count + kTile - 1) / kTile;
   if (tiles > 0x7fffffff) return Status::unsupported("more than 2^31 tiles in one launch");
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(tiles);
-  config.block.x = rank_mean::kThreads;
-  return launch(rank_mean::rank_mean<T, N>, config, stream, p);
+  return launch(rank_mean::rank_mean<T, N>, {.grid = static_cast<unsigned>(tiles), .block = rank_mean::kThreads},
+                stream, p);
 }
 
 }  // namespace

@@ -20,9 +20,7 @@ namespace {
 
 Status launch_scales(const Magnitudes& p, void* stream) {
   if (p.items == 0) return {};
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(ceil_div(p.items, kScaleThreads));
-  config.block.x = kScaleThreads;
+  const LaunchConfig config{.grid = static_cast<unsigned>(ceil_div(p.items, kScaleThreads)), .block = kScaleThreads};
   return launch(make_scales, config, stream, p);
 }
 
@@ -128,9 +126,8 @@ Status transpose_bytes_cuda(const TransposeBytesParams& p, void* stream) {
   if (p.rows_to == 0 || p.columns == 0) return {};
   const bool whole = on_16_bytes(p.data) && p.columns % 16 == 0,
              whole_to = on_16_bytes(p.transposed) && p.rows_to % 16 == 0;
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(ceil_div(p.rows_to, kTile) * ceil_div(p.columns, kTile));
-  config.block.x = kTransposeThreads;
+  const LaunchConfig config{.grid = static_cast<unsigned>(ceil_div(p.rows_to, kTile) * ceil_div(p.columns, kTile)),
+                            .block = kTransposeThreads};
   return launch(transpose_bytes, config, stream, p, whole, whole_to);
 }
 
@@ -140,9 +137,7 @@ Status dequantize_cuda(const DequantizeParams& p, void* stream) {
     const int64_t parts_a_row = ceil_div(p.columns, 32 * N), parts = p.rows * parts_a_row;
     if (parts == 0) return Status();
     const bool whole = on_16_bytes(p.data) && (p.rows == 1 || (p.data_stride % N == 0 && p.columns % N == 0));
-    LaunchConfig config;
-    config.grid.x = static_cast<unsigned>(ceil_div(parts, kParts));
-    config.block.x = kDequantizeThreads;
+    const LaunchConfig config{.grid = static_cast<unsigned>(ceil_div(parts, kParts)), .block = kDequantizeThreads};
     const auto kernel = p.e5m2 ? &dequantize<T, float8_e5m2> : &dequantize<T, float8_e4m3>;
     return launch(kernel, config, stream, p, parts, device::FastDivide(parts_a_row), parts_a_row, whole);
   });

@@ -28,9 +28,8 @@ Status launch_segments(const QuantizeParams& p, const QuantizeConfig& c, void* s
                    .power_of_two = p.power_of_two,
                    .whole = parts_fit && rows_on_16_bytes(p.x, p.x_stride, rows, p.dtype) && on_16_bytes(p.data) &&
                             (rows == 1 || columns % vector == 0)};
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(c.blocks);
-  config.block.x = static_cast<unsigned>(kSegmentTeams[c.team].threads);
+  const LaunchConfig config{.grid = static_cast<unsigned>(c.blocks),
+                            .block = static_cast<unsigned>(kSegmentTeams[c.team].threads)};
   return visit_cuda_dtype(p.dtype, [&]<class T>() {
     const auto kernel = instance_of<kSegmentTeams>(
         [&](const SegmentTeam& team) { return team.elems(1) == kSegmentTeams[c.team].elems(1); },

@@ -10,13 +10,11 @@ namespace warpsmith::quantize {
 namespace {
 
 template <class T> LaunchConfig grid_of(const Tiles& tiles) {
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(tiles.across);
-  config.grid.y = static_cast<unsigned>(std::min(tiles.down, kMostDown));
-  config.grid.z = static_cast<unsigned>(ceil_div(tiles.down, kMostDown));
-  config.block.x = kTileThreads<T>;
-  config.dynamic_shared_bytes = kTile * kTile * sizeof(T);
-  return config;
+  const int64_t along_y = std::min(tiles.down, kMostDown), along_z = ceil_div(tiles.down, kMostDown);
+  return {
+      .grid = dim3(static_cast<unsigned>(tiles.across), static_cast<unsigned>(along_y), static_cast<unsigned>(along_z)),
+      .block = kTileThreads<T>,
+      .dynamic_shared_bytes = kTile * kTile * sizeof(T)};
 }
 
 }  // namespace

@@ -9,12 +9,9 @@ namespace warpsmith {
 namespace {
 
 LaunchConfig grid_of(const QkNormRopeConfig& c) {
-  LaunchConfig launch;
-  launch.grid.x = static_cast<unsigned>(c.blocks);
-  launch.grid.y = static_cast<unsigned>(c.parts);
-  launch.block.x = static_cast<unsigned>(c.threads);
-  launch.dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes);
-  return launch;
+  return {.grid = dim3(static_cast<unsigned>(c.blocks), static_cast<unsigned>(c.parts)),
+          .block = static_cast<unsigned>(c.threads),
+          .dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes)};
 }
 
 template <class Params> Status problem_of(const Params& p, bool aligned, RopeProblem* out) {
@@ -88,9 +85,8 @@ Status launch_backward(const QkNormRopeBwdParams& p, const QkNormRopeConfig& c, 
   }
   if (!p.partials) return {};
   const int64_t partial_rows = qk_norm_rope_partial_rows(c);
-  LaunchConfig sum;
-  sum.grid.x = static_cast<unsigned>(ceil_div(p.shape.head_dim, kSumThreads / 32));  // a warp sums two columns
-  sum.block.x = kSumThreads;
+  LaunchConfig sum{.grid = static_cast<unsigned>(ceil_div(p.shape.head_dim, kSumThreads / 32)),  // two columns a warp
+                   .block = kSumThreads};
   WARPSMITH_RETURN_IF_FAILED(allow_overlap(&sum));
   return launch(sum_partials<T>, sum, stream, p, partial_rows);
 }

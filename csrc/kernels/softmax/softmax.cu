@@ -34,12 +34,11 @@ Status softmax_cuda(const SoftmaxParams& p, void* stream) {
   const bool aligned = rows_on_16_bytes(p.x, p.x_stride, p.rows, p.dtype);
   const SoftmaxConfig c = choose_softmax({p.rows, p.columns, size_bytes(p.dtype), aligned, p.dy ? 2 : 1,
                                           device.code_capability, device.max_dynamic_shared_bytes});
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(c.blocks);
-  config.block.x = static_cast<unsigned>(c.threads);
-  config.cluster = static_cast<unsigned>(c.cluster);
-  config.dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes);
-  config.bulk_copies = c.bulk;
+  const LaunchConfig config{.grid = static_cast<unsigned>(c.blocks),
+                            .block = static_cast<unsigned>(c.threads),
+                            .dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes),
+                            .cluster = static_cast<unsigned>(c.cluster),
+                            .bulk_copies = c.bulk};
   const softmax::Schedule schedule{c.lanes, static_cast<int>(c.part), c.slots, c.bulk};
   return visit_dtypes(p, [&]<class I, class O>() -> Status {
     // A forward's result is as wide as x or wider, a backward's as y or narrower.

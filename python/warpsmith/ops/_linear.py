@@ -186,70 +186,30 @@ def _new_bias_gradient(bias: Tensor | None, like: Tensor, wanted: bool) -> Tenso
     return like.new_empty((0,)) if bias is None or not wanted else bias.new_empty(bias.shape)
 
 
-def _check_linear(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None
-) -> None:
+def _fake_linear(a: Any) -> tuple[Tensor, Tensor]:
+    x, weight = a.x, a.weight
     _check_x(LINEAR, x)
-    _check_layer(LINEAR, x, x.shape[-1], ("weight", "bias"), weight, bias)
-    if residual is not None:
-        _check_rows(LINEAR, "residual", residual, x, weight.shape[0])
-    checks.main_grad(LINEAR, main_grad, weight, transposed=True)
-
-
-def _fake_linear(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    main_grad: Tensor | None,
-    activation: int,
-    batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:
-    _check_linear(x, residual, weight, bias, main_grad)
-    keeps = activation != NONE and (activation != RELU or residual is not None)
+    _check_layer(LINEAR, x, x.shape[-1], ("weight", "bias"), weight, a.bias)
+    if a.residual is not None:
+        _check_rows(LINEAR, "residual", a.residual, x, weight.shape[0])
+    checks.main_grad(LINEAR, a.main_grad, weight, transposed=True)
+    keeps = a.activation != NONE and (a.activation != RELU or a.residual is not None)
     return _new(x, weight.shape[0]), _new(x, weight.shape[0], keeps)
 
 
-def _fake_linear_inference(*inputs: Any) -> Tensor:
-    return _fake_linear(*inputs)[0]
+def _fake_linear_backward(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dx = _new(a.dy, a.weight.shape[1], a.want_dx)
+    dweight = _new_weight_gradient(a.weight, a.dy, a.want_dweight, a.dweight_dtype)
+    return dx, dweight, _new_bias_gradient(a.bias, a.dy, a.want_dbias)
 
 
-def _fake_linear_backward(
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    z: Tensor,
-    activation: int,
-    dweight_dtype: torch.dtype | None,
-    want_dx: bool,
-    want_dweight: bool,
-    want_dbias: bool,
-    batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx = _new(dy, weight.shape[1], want_dx)
-    dweight = _new_weight_gradient(weight, dy, want_dweight, dweight_dtype)
-    return dx, dweight, _new_bias_gradient(bias, dy, want_dbias)
+def _fake_linear_backward_main_grad(a: Any) -> tuple[Tensor, Tensor]:
+    checks.main_grad("linear_backward", a.main_grad, a.weight, transposed=True)
+    return _new(a.dy, a.weight.shape[1], a.want_dx), _new_bias_gradient(a.bias, a.dy, a.want_dbias)
 
 
-def _fake_linear_backward_main_grad(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    z: Tensor,
-    main_grad: Tensor,
-    activation: int,
-    want_dx: bool,
-    want_dbias: bool,
-    batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:
-    checks.main_grad("linear_backward", main_grad, weight, transposed=True)
-    return _new(dy, weight.shape[1], want_dx), _new_bias_gradient(bias, dy, want_dbias)
-
-
-def _fake_siblings(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    op = "linear_siblings"
+def _fake_siblings(a: Any) -> list[Tensor]:
+    op, x, weights, biases = "linear_siblings", a.x, a.weights, a.biases
     _check_x(op, x)
     if not weights or len(weights) != len(biases):
         checks.refuse(op, "biases", "one for each of one or more weights", str(len(biases)))
@@ -258,8 +218,8 @@ def _fake_siblings(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     return [_new(x, weight.shape[0]) for weight in weights]
 
 
-def _fake_siblings_input_gradient(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    op = "linear_siblings_input_gradient"
+def _fake_siblings_input_gradient(a: Any) -> Tensor:
+    op, dys, weights = "linear_siblings_input_gradient", a.dys, a.weights
     if not weights or len(weights) != len(dys):
         checks.refuse(op, "dys", "one for each of one or more weights", str(len(dys)))
     for dy, weight in zip(dys, weights, strict=True):
@@ -268,119 +228,73 @@ def _fake_siblings_input_gradient(dys: Sequence[Tensor], weights: Sequence[Tenso
     return _new(dys[0], weights[0].shape[1])
 
 
-def _fake_mlp(
-    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_mlp(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x = a.x
     _check_x(MLP, x)
-    _check_layer(MLP, x, x.shape[-1], ("w1", "b1"), w1, b1)
-    _check_layer(MLP, x, w1.shape[0], ("w2", "b2"), w2, b2)
-    return _new(x, w2.shape[0]), _new(x, w1.shape[0], activation != RELU), _new(x, w1.shape[0])
+    _check_layer(MLP, x, x.shape[-1], ("w1", "b1"), a.w1, a.b1)
+    hidden = a.w1.shape[0]
+    _check_layer(MLP, x, hidden, ("w2", "b2"), a.w2, a.b2)
+    return _new(x, a.w2.shape[0]), _new(x, hidden, a.activation != RELU), _new(x, hidden)
 
 
-def _fake_mlp_inference(*inputs: Any) -> Tensor:
-    return _fake_mlp(*inputs)[0]
+def _fake_mlp_backward(a: Any) -> tuple[Tensor, ...]:
+    of_first = _new_weight_gradient(a.w1, a.x, a.want_dw1), _new_bias_gradient(a.b1, a.x, a.want_db1)
+    of_second = _new_weight_gradient(a.w2, a.x, a.want_dw2), _new_bias_gradient(a.b2, a.x, a.want_db2)
+    return _new(a.x, a.x.shape[-1], a.want_dx), *of_first, *of_second
 
 
-def _fake_mlp_backward(
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    z: Tensor,
-    h: Tensor,
-    activation: int,
-    want_dx: bool,
-    want_dw1: bool,
-    want_db1: bool,
-    want_dw2: bool,
-    want_db2: bool,
-) -> tuple[Tensor, ...]:
-    of_first = _new_weight_gradient(w1, x, want_dw1), _new_bias_gradient(b1, x, want_db1)
-    of_second = _new_weight_gradient(w2, x, want_dw2), _new_bias_gradient(b2, x, want_db2)
-    return _new(x, x.shape[-1], want_dx), *of_first, *of_second
+def _check_gated_main_grads(op: str, a: Any) -> None:
+    checks.main_grad(op, a.gate_main_grad, a.gate_weight, _OF_MAIN_GRADS[0], transposed=True)
+    checks.main_grad(op, a.up_main_grad, a.up_weight, _OF_MAIN_GRADS[1], transposed=True)
 
 
-def _fake_gated(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    gate_main_grad: Tensor | None,
-    up_main_grad: Tensor | None,
-    activation: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gated(a: Any) -> tuple[Tensor, ...]:
+    x, gate_weight, up_weight = a.x, a.gate_weight, a.up_weight
     _check_x(GATED, x)
-    _check_layer(GATED, x, x.shape[-1], ("gate_weight", "gate_bias"), gate_weight, gate_bias)
-    _check_layer(GATED, x, x.shape[-1], ("up_weight", "up_bias"), up_weight, up_bias)
+    _check_layer(GATED, x, x.shape[-1], ("gate_weight", "gate_bias"), gate_weight, a.gate_bias)
+    _check_layer(GATED, x, x.shape[-1], ("up_weight", "up_bias"), up_weight, a.up_bias)
     if checks.known(up_weight.shape[0] != gate_weight.shape[0]):
         expected = f"shape {checks.shape_text(gate_weight.shape)}"
         checks.refuse(GATED, "up_weight", expected, checks.shape_text(up_weight.shape))
-    checks.main_grad(GATED, gate_main_grad, gate_weight, _OF_MAIN_GRADS[0], transposed=True)
-    checks.main_grad(GATED, up_main_grad, up_weight, _OF_MAIN_GRADS[1], transposed=True)
-    y, gate, up = (_new(x, gate_weight.shape[0]) for _ in range(3))
-    return y, gate, up
+    _check_gated_main_grads(GATED, a)
+    return tuple(_new(x, gate_weight.shape[0]) for _ in range(3))
 
 
-def _fake_gated_inference(*inputs: Any) -> Tensor:
-    return _fake_gated(*inputs)[0]
+def _gated_bias_gradients(a: Any) -> tuple[Tensor, Tensor]:
+    of_gate = _new_bias_gradient(a.gate_bias, a.x, a.want_dgate_bias)
+    return of_gate, _new_bias_gradient(a.up_bias, a.x, a.want_dup_bias)
 
 
-def _fake_gated_backward(
-    dy: Tensor,
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    gate: Tensor,
-    up: Tensor,
-    activation: int,
-    want_dx: bool,
-    want_dgate_weight: bool,
-    want_dup_weight: bool,
-    want_dgate_bias: bool,
-    want_dup_bias: bool,
-) -> tuple[Tensor, ...]:
-    weights = (
-        _new_weight_gradient(gate_weight, x, want_dgate_weight),
-        _new_weight_gradient(up_weight, x, want_dup_weight),
-    )
-    biases = _new_bias_gradient(gate_bias, x, want_dgate_bias), _new_bias_gradient(up_bias, x, want_dup_bias)
-    return _new(x, x.shape[-1], want_dx), *weights, *biases
+def _fake_gated_backward(a: Any) -> tuple[Tensor, ...]:
+    of_gate = _new_weight_gradient(a.gate_weight, a.x, a.want_dgate_weight)
+    of_up = _new_weight_gradient(a.up_weight, a.x, a.want_dup_weight)
+    return _new(a.x, a.x.shape[-1], a.want_dx), of_gate, of_up, *_gated_bias_gradients(a)
 
 
-def _fake_gated_backward_main_grads(*inputs: Any) -> tuple[Tensor, ...]:
-    *tensors, gate_main_grad, up_main_grad, activation, want_dx, want_dgate_bias, want_dup_bias = inputs
-    gate_weight, up_weight = tensors[2:4]
-    checks.main_grad("gated_linear_backward", gate_main_grad, gate_weight, _OF_MAIN_GRADS[0], transposed=True)
-    checks.main_grad("gated_linear_backward", up_main_grad, up_weight, _OF_MAIN_GRADS[1], transposed=True)
-    arguments = [*tensors, activation, want_dx, False, False, want_dgate_bias, want_dup_bias]
-    dx, _, _, *dbiases = _fake_gated_backward(*arguments)
-    return dx, *dbiases
+def _fake_gated_backward_main_grads(a: Any) -> tuple[Tensor, ...]:
+    _check_gated_main_grads("gated_linear_backward", a)
+    return _new(a.x, a.x.shape[-1], a.want_dx), *_gated_bias_gradients(a)
 
 
 for _name, _fake in (
     ("linear", _fake_linear),
     ("linear_forward", _fake_linear),
-    ("linear_inference", _fake_linear_inference),
+    ("linear_inference", lambda a: _fake_linear(a)[0]),
     ("linear_backward", _fake_linear_backward),
     ("linear_backward_main_grad", _fake_linear_backward_main_grad),
     ("linear_siblings", _fake_siblings),
     ("linear_siblings_input_gradient", _fake_siblings_input_gradient),
     ("mlp", _fake_mlp),
     ("mlp_forward", _fake_mlp),
-    ("mlp_inference", _fake_mlp_inference),
+    ("mlp_inference", lambda a: _fake_mlp(a)[0]),
     ("mlp_backward", _fake_mlp_backward),
     ("gated_linear", _fake_gated),
     ("gated_linear_forward", _fake_gated),
-    ("gated_linear_inference", _fake_gated_inference),
+    ("gated_linear_inference", lambda a: _fake_gated(a)[0]),
     ("gated_linear_backward", _fake_gated_backward),
     ("gated_linear_backward_main_grads", _fake_gated_backward_main_grads),
 ):
-    register_fake(_name, _fake)
+    register_fake(_name, _fake, named=True)
 
 # ---- in plain torch operations: forward-mode derivatives, and what second derivatives are taken of
 
@@ -411,15 +325,8 @@ def gated(gate: Tensor, up: Tensor, activation: str, *, inplace_backward: bool) 
     return geglu(gate, up, approximate=form, inplace_backward=inplace_backward)
 
 
-def _plain_linear(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    main_grad: Tensor | None,
-    activation: int,
-    batch_invariant: bool,
-) -> Tensor:
+def _plain_linear(*inputs: Any) -> Tensor:
+    x, residual, weight, bias, _, activation, _ = inputs
     y = _activated(_layer(x, weight, bias), activation)
     return y if residual is None else y + residual
 
@@ -428,16 +335,8 @@ def _plain_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor 
     return _layer(_activated(_layer(x, w1, b1), activation), w2, b2)
 
 
-def _plain_gated(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    gate_main_grad: Tensor | None,
-    up_main_grad: Tensor | None,
-    activation: int,
-) -> Tensor:
+def _plain_gated(*inputs: Any) -> Tensor:
+    x, gate_weight, up_weight, gate_bias, up_bias, _, _, activation = inputs
     return _activated(_layer(x, gate_weight, gate_bias), activation) * _layer(x, up_weight, up_bias)
 
 

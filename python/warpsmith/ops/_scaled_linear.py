@@ -352,6 +352,10 @@ def may_keep_rows(x: Tensor) -> bool:
 # ---- fakes: the checks of csrc/bindings/linear_scaled.cpp, in its order
 
 
+def _blocks(n: Any) -> Any:
+    return (n + _quantize.BLOCK - 1) // _quantize.BLOCK
+
+
 def _check_features(op: str, weight: Tensor) -> None:
     for what, n in (("in_features", weight.shape[1]), ("out_features", weight.shape[0])):
         if checks.known(n % 16 != 0):
@@ -372,13 +376,6 @@ def _check_weight(op: str, weight: Tensor, of: Tensor, by_out: bool) -> None:
     checks.same_device(op, "weight", weight, of)
 
 
-def _check_bias(op: str, bias: Tensor | None, weight: Tensor, like: Tensor) -> None:
-    if bias is not None:
-        checks.dtype_beside(op, "bias", bias, like.dtype)
-        checks.same_shape(op, "bias", bias, weight.shape[:1])
-        checks.same_device(op, "bias", bias, like)
-
-
 def _scaling_of(op: str, options: int) -> int:
     scaling, accumulate = options & 3, options >> 2 & 3
     if not 0 <= options < 512 or scaling == 3 or accumulate == 3:
@@ -392,19 +389,22 @@ def _check_of(op: str, argument: str, t: Tensor, dtype: torch.dtype, shape: Sequ
     checks.same_device(op, argument, t, like)
 
 
-def _check_bytes(
-    op: str, names: Sequence[str], data: Tensor | None, scale: Tensor | None, shape: Any, scaling: int, like: Tensor
-) -> None:
+def _check_cast(op: str, argument: str, data: Tensor, shape: Sequence[Any], like: Tensor) -> None:
+    _check_of(op, argument, data, _E4M3, shape, like)
+    if not data.is_contiguous():
+        checks.refuse(op, argument, "a contiguous tensor", "other strides")
+
+
+def _check_bytes(op: str, a: Any, names: Sequence[str], shape: Any, scaling: int, like: Tensor) -> None:
+    data, scale = (getattr(a, name) for name in names)
     if data is None or scale is None:
         if (data is None) != (scale is None):
             expected, got = ("None", "a tensor") if data is None else ("a tensor", "None")
             checks.refuse(op, names[1], f"{expected} beside {names[0]}", got)
         return
-    _check_of(op, names[0], data, _E4M3, shape, like)
-    if not data.is_contiguous():
-        checks.refuse(op, names[0], "a contiguous tensor", "other strides")
+    _check_cast(op, names[0], data, shape, like)
     rows, columns = shape
-    blocks = tuple((n + _quantize.BLOCK - 1) // _quantize.BLOCK for n in (rows, columns))
+    blocks = _blocks(rows), _blocks(columns)
     _check_of(op, names[1], scale, torch.float32, ((rows, 1), (), blocks, (rows, blocks[1]))[scaling], like)
 
 
@@ -425,112 +425,79 @@ def _check_given(op: str, argument: str, scale: Tensor | None, scaling: int, lik
     _check_of(op, argument, scale, torch.float32, (), like)
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    weight_data: Tensor | None,
-    weight_scale: Tensor | None,
-    x_scale: Tensor | None,
-    x_data: Tensor | None,
-    x_data_scale: Tensor | None,
-    options: int,
-    dy_scale: Tensor | None = None,
-    dy_counts: Tensor | None = None,
-    dy_amax: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
-    scaling = _scaling_of(SCALED, options)
+_OF_X, _OF_WEIGHT = ("x_data", "x_data_scale"), ("weight_data", "weight_scale")
+
+
+def _fake(a: Any) -> tuple[Tensor | None, ...]:
+    x, weight, scaling = a.x, a.weight, _scaling_of(SCALED, a.options)
     _check_weight(SCALED, weight, x, by_out=False)
-    _check_bias(SCALED, bias, weight, x)
-    _check_bytes(SCALED, ("weight_data", "weight_scale"), weight_data, weight_scale, weight.shape, scaling, x)
-    _check_given(SCALED, "x_scale", x_scale, scaling, x)
-    _check_given(SCALED, "dy_scale", dy_scale, scaling, x)
-    if dy_counts is not None:
-        _check_of(SCALED, "dy_counts", dy_counts, torch.int64, (2,), x)
-    if dy_amax is not None:
-        _check_of(SCALED, "dy_amax", dy_amax, torch.float32, (), x)
+    if a.bias is not None:
+        checks.parameter(SCALED, "bias", a.bias, x, weight.shape[:1])
+    _check_bytes(SCALED, a, _OF_WEIGHT, weight.shape, scaling, x)
+    _check_given(SCALED, "x_scale", a.x_scale, scaling, x)
+    _check_given(SCALED, "dy_scale", a.dy_scale, scaling, x)
+    if a.dy_counts is not None:
+        _check_of(SCALED, "dy_counts", a.dy_counts, torch.int64, (2,), x)
+    if a.dy_amax is not None:
+        _check_of(SCALED, "dy_amax", a.dy_amax, torch.float32, (), x)
     rows, columns = shape = _cast_rows(x, scaling), x.shape[-1]
-    _check_bytes(SCALED, ("x_data", "x_data_scale"), x_data, x_data_scale, shape, _SHARED[scaling], x)
+    _check_bytes(SCALED, a, _OF_X, shape, _SHARED[scaling], x)
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    if x_data is not None:
+    if a.x_data is not None:
         return y, None, None, None, None
-    scales = ((rows, 1), (), (rows, (columns + _quantize.BLOCK - 1) // _quantize.BLOCK))[scaling]
+    scales = ((rows, 1), (), (rows, _blocks(columns)))[scaling]
     return (
         y,
         x.new_empty((2,), dtype=torch.int64),
-        x.new_empty((), dtype=torch.float32) if options & _WATCH else None,
+        x.new_empty((), dtype=torch.float32) if a.options & _WATCH else None,
         x.new_empty(shape, dtype=_E4M3),
-        x.new_empty(scales, dtype=torch.float32) if x_scale is None else None,
+        x.new_empty(scales, dtype=torch.float32) if a.x_scale is None else None,
     )
 
 
-def _check_turned(
-    op: str, names: Sequence[str], data: Tensor | None, scale: Tensor | None, shape: Any, scaling: int, like: Tensor
-) -> None:
+def _check_turned(op: str, a: Any, names: Sequence[str], shape: Any, scaling: int, like: Tensor) -> None:
     if scaling in (2, 3):
-        _check_bytes(op, names, data, scale, shape, scaling, like)
+        _check_bytes(op, a, names, shape, scaling, like)
         return
+    data, scale = (getattr(a, name) for name in names)
     if scale is not None:
         checks.refuse(op, names[1], "None: these bytes have the scales of others", "a tensor")
     if data is not None:
-        _check_of(op, names[0], data, _E4M3, shape, like)
-        if not data.is_contiguous():
-            checks.refuse(op, names[0], "a contiguous tensor", "other strides")
+        _check_cast(op, names[0], data, shape, like)
 
 
-def _fake_backward(
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_data: Tensor | None,
-    x_data_scale: Tensor | None,
-    weight_data: Tensor | None,
-    weight_scale: Tensor | None,
-    turned: Tensor | None,
-    turned_scale: Tensor | None,
-    dy_scale: Tensor | None,
-    x_turned: Tensor | None,
-    x_turned_scale: Tensor | None,
-    options: int,
-    want_dx: bool,
-    want_dweight: bool,
-    want_dbias: bool,
-) -> tuple[Tensor | None, ...]:
-    op = f"{SCALED}_backward"
-    scaling, high = _scaling_of(op, options), bool(options & _HIGH)
+def _fake_backward(a: Any) -> tuple[Tensor | None, ...]:
+    op, dy, x, weight, bias = f"{SCALED}_backward", a.dy, a.x, a.weight, a.bias
+    scaling, high = _scaling_of(op, a.options), bool(a.options & _HIGH)
     _check_weight(op, weight, dy, by_out=True)
-    _check_bias(op, bias, weight, dy)
+    if bias is not None:
+        checks.parameter(op, "bias", bias, dy, weight.shape[:1])
     out, columns = weight.shape
     rows, terms = _cast_rows(dy, 0), _cast_rows(dy, 2)
-    _check_bytes(op, ("x_data", "x_data_scale"), x_data, x_data_scale, (rows, columns), _SHARED[scaling], dy)
-    _check_bytes(op, ("weight_data", "weight_scale"), weight_data, weight_scale, (out, columns), scaling, dy)
-    of_weight = _OF_WEIGHTS[scaling]
-    _check_turned(op, ("turned", "turned_scale"), turned, turned_scale, (columns, out), of_weight, dy)
-    _check_given(op, "dy_scale", dy_scale, scaling, dy)
-    names, shape = ("x_turned", "x_turned_scale"), (columns, terms)
-    _check_turned(op, names, x_turned, x_turned_scale, shape, scaling, dy)
-    blocks, by_casts = scaling == _BLOCK, want_dweight and not high
-    if want_dweight and (high or blocks) and x is None:
+    _check_bytes(op, a, _OF_X, (rows, columns), _SHARED[scaling], dy)
+    _check_bytes(op, a, _OF_WEIGHT, (out, columns), scaling, dy)
+    _check_turned(op, a, ("turned", "turned_scale"), (columns, out), _OF_WEIGHTS[scaling], dy)
+    _check_given(op, "dy_scale", a.dy_scale, scaling, dy)
+    shape = columns, terms
+    _check_turned(op, a, ("x_turned", "x_turned_scale"), shape, scaling, dy)
+    blocks, by_casts = scaling == _BLOCK, a.want_dweight and not high
+    if a.want_dweight and (high or blocks) and x is None:
         checks.refuse(op, "x", "a tensor when the weight's gradient is wanted", "None")
-    if by_casts and not blocks and x_data is None:
+    if by_casts and not blocks and a.x_data is None:
         checks.refuse(op, "x_data", "a tensor when the weight's gradient is wanted", "None")
-    if want_dbias and bias is None:
+    if a.want_dbias and bias is None:
         checks.refuse(op, "bias", "a tensor when its gradient is wanted", "None")
     if x is not None:
-        checks.same_dtype(op, "x", x, dy)
-        checks.same_shape(op, "x", x, (*dy.shape[:-1], columns))
-        checks.same_device(op, "x", x, dy)
-    is_new = by_casts and x_turned is None
-    scales = (columns, (terms + _quantize.BLOCK - 1) // _quantize.BLOCK)
+        checks.alike(op, "x", x, dy, (*dy.shape[:-1], columns))
+    is_new = by_casts and a.x_turned is None
     return (
-        dy.new_empty((*dy.shape[:-1], columns)) if want_dx else None,
-        weight.new_empty(weight.shape) if want_dweight else None,
-        bias.new_empty(bias.shape) if want_dbias and bias is not None else None,
+        dy.new_empty((*dy.shape[:-1], columns)) if a.want_dx else None,
+        weight.new_empty(weight.shape) if a.want_dweight else None,
+        bias.new_empty(bias.shape) if a.want_dbias else None,
         dy.new_empty((2,), dtype=torch.int64),
-        dy.new_empty((), dtype=torch.float32) if options & _WATCH else None,
+        dy.new_empty((), dtype=torch.float32) if a.options & _WATCH else None,
         dy.new_empty(shape, dtype=_E4M3) if is_new else None,
-        dy.new_empty(scales, dtype=torch.float32) if is_new and blocks else None,
+        dy.new_empty((columns, _blocks(terms)), dtype=torch.float32) if is_new and blocks else None,
     )
 
 
@@ -543,15 +510,14 @@ def _fake_cast(weight: Tensor, scaling: int, power_of_two: bool, turned: bool) -
         checks.refuse(op, "weight", "two dimensions", checks.shape_text(weight.shape))
     _check_features(op, weight)
     shape = tuple(reversed(weight.shape)) if turned else tuple(weight.shape)
-    blocks = tuple((n + _quantize.BLOCK - 1) // _quantize.BLOCK for n in shape)
-    scales = ((weight.shape[0], 1), (), blocks)[scaling]
+    scales = ((weight.shape[0], 1), (), tuple(map(_blocks, shape)))[scaling]
     return weight.new_empty(shape, dtype=_E4M3), weight.new_empty(scales, dtype=torch.float32)
 
 
 for _name in (SCALED, f"{SCALED}_forward"):
-    register_fake(_name, _fake)
-register_fake(f"{SCALED}_inference", lambda *inputs: _fake(*inputs)[0])
-register_fake(f"{SCALED}_backward", _fake_backward)
+    register_fake(_name, _fake, named=True)
+register_fake(f"{SCALED}_inference", lambda a: _fake(a)[0], named=True)
+register_fake(f"{SCALED}_backward", _fake_backward, named=True)
 register_fake(f"{SCALED}_cast", _fake_cast)
 
 # ---- in eager mode, of plain tensors: with casts that are kept and shared

@@ -19,25 +19,16 @@ class Adam(MultiTensorOptimizer):
     Constructor, ``param_groups`` and ``state_dict`` are those of ``torch.optim.Adam``; each loads the other's state.
 
     Args:
-        params: tensors, (name, tensor) pairs or dicts of groups, as for :class:`warpsmith.optim.AdamW`.
-        lr: a number, or a tensor of one float32 or float64 element; one on the device is read by the kernel.
+        params, lr, foreach, fused, capturable, differentiable, precision, seed, keep_fp32: as for
+            :class:`warpsmith.optim.AdamW`.
         betas: two numbers in [0, 1). eps, weight_decay: numbers >= 0.
         amsgrad: divide by the root of the largest ``v`` so far.
         maximize: go up the gradient.
         decoupled_weight_decay: decay the parameters and not the gradients, as AdamW does.
-        foreach, fused, capturable: accepted, without effect on the step. Not both of foreach and fused may be True.
-            With ``fused=False`` ``torch.amp.GradScaler`` divides the gradients before the step, as
-            :class:`warpsmith.optim.AdamW` says.
-        differentiable: only False.
-        precision, seed, keep_fp32: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 
-    Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
+    Gradient scaling, skipped steps, DTensors, CUDA graphs, the watch of addresses and errors: as for
     :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
     Moves 28 bytes of memory a float32 parameter, 36 with amsgrad.
-
-    Raises:
-        ValueError: a hyperparameter out of range; a loaded state of another shape; at ``step``, a parameter, gradient
-            or state that does not fit, named with its group and index. Nothing has changed then.
 
     Source: Kingma and Ba, Adam: A Method for Stochastic Optimization, 2015; order of operations as torch's fused step.
 

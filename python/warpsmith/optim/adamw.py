@@ -94,8 +94,9 @@ class AdamW(Adam):
     not refused.
 
     Raises:
-        ValueError: a hyperparameter out of range; at ``step``, a parameter, gradient or state that does not fit (dtype,
-            device, sparse, strides), named with its group and index. Nothing has changed then.
+        ValueError: a hyperparameter out of range; a loaded state of another shape; at ``step``, a parameter, gradient
+            or state that does not fit (dtype, device, sparse, strides), named with its group and index. Nothing has
+            changed then.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019; order of operations as torch's fused
     step.

@@ -39,14 +39,10 @@ class LAMB(MultiTensorOptimizer):
     here. Its ``max_grad_norm=1.0`` is :func:`warpsmith.optim.clip_grad_norm_` before the step, or
     ``warpsmith.amp.GradScaler.clip_``.
 
-    Gradient scaling, skipped steps, CUDA graphs and the watch of addresses: as for :class:`warpsmith.optim.AdamW`.
-    Deterministic: squares are added in a fixed order, within pieces of tensors in float32 on CUDA and in float64
-    otherwise. On CUDA the order depends on the number of multiprocessors and on alignment. The host never waits for
-    the device. Moves 40 bytes of memory a float32 parameter.
-
-    Raises:
-        ValueError: a hyperparameter out of range; a loaded state of another shape; at ``step``, a parameter, gradient
-            or state that does not fit, named with its group and index. Nothing has changed then.
+    Gradient scaling, skipped steps, CUDA graphs, the watch of addresses and errors: as for
+    :class:`warpsmith.optim.AdamW`. Deterministic: squares are added in a fixed order, within pieces of tensors in
+    float32 on CUDA and in float64 otherwise. On CUDA the order depends on the number of multiprocessors and on
+    alignment. The host never waits for the device. Moves 40 bytes of memory a float32 parameter.
 
     Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2020; options as in
     NVIDIA Apex, ``apex.optimizers.FusedLAMB``.

@@ -18,20 +18,14 @@ class Lion(MultiTensorOptimizer):
     The sign of 0 is 0, and of NaN NaN. torch has no Lion; the state is ``exp_avg`` alone, as in the authors' code.
 
     Args:
-        params: tensors, (name, tensor) pairs or dicts of groups, as for :class:`warpsmith.optim.AdamW`.
-        lr: a number, or a tensor of one float32 or float64 element; one on the device is read by the kernel.
-            Learning rates are three to ten times smaller than for AdamW, weight decay that much larger.
+        params, lr, precision, seed, keep_fp32: as for :class:`warpsmith.optim.AdamW`. Learning rates are
+            three to ten times smaller than there, weight decay that much larger.
         betas: two numbers in [0, 1). weight_decay: a number >= 0.
         maximize: go up the gradient.
-        precision, seed, keep_fp32: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 
-    Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
+    Gradient scaling, skipped steps, DTensors, CUDA graphs, the watch of addresses and errors: as for
     :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
     Moves 20 bytes of memory a float32 parameter.
-
-    Raises:
-        ValueError: a hyperparameter out of range; a loaded state of another shape; at ``step``, a parameter, gradient
-            or state that does not fit, named with its group and index. Nothing has changed then.
 
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms, 2023.
 

@@ -22,22 +22,14 @@ class RMSprop(MultiTensorOptimizer):
     Constructor, ``param_groups`` and ``state_dict`` are those of ``torch.optim.RMSprop``; each loads the other's state.
 
     Args:
-        params: tensors, (name, tensor) pairs or dicts of groups, as for :class:`warpsmith.optim.AdamW`.
-        lr: a number, or a tensor of one float32 or float64 element; one on the device is read by the kernel.
+        params, lr, capturable, foreach, differentiable, precision, seed: as for :class:`warpsmith.optim.AdamW`.
         alpha: a number in [0, 1]. eps, weight_decay, momentum: numbers >= 0.
         centered: divide by the root of the variance in place of the second moment.
         maximize: go up the gradient.
-        capturable, foreach: accepted, without effect.
-        differentiable: only False.
-        precision, seed: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 
-    Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
+    Gradient scaling, skipped steps, DTensors, CUDA graphs, the watch of addresses and errors: as for
     :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
     Moves 20 bytes of memory a float32 parameter, and 8 more with momentum and when centered.
-
-    Raises:
-        ValueError: a hyperparameter out of range; a loaded state of another shape; at ``step``, a parameter, gradient
-            or state that does not fit, named with its group and index. Nothing has changed then.
 
     Source: Tieleman and Hinton, Lecture 6.5 of Neural Networks for Machine Learning, 2012; centered as in Graves,
     Generating Sequences With Recurrent Neural Networks, 2013; formula and order of operations as torch.optim.RMSprop.

@@ -21,23 +21,14 @@ class SGD(MultiTensorOptimizer):
     the first step differ from the others; torch ignores it.
 
     Args:
-        params: tensors, (name, tensor) pairs or dicts of groups, as for :class:`warpsmith.optim.AdamW`.
-        lr: a number, or a tensor of one float32 or float64 element; one on the device is read by the kernel.
+        params, lr, foreach, fused, differentiable, precision, seed, keep_fp32: as for :class:`warpsmith.optim.AdamW`.
         momentum, weight_decay: numbers >= 0. dampening: a number.
         nesterov: look ahead; wants momentum, and no dampening.
         maximize: go up the gradient.
-        foreach, fused: accepted, without effect on the step. Not both may be True. With ``fused=False``
-            ``torch.amp.GradScaler`` divides the gradients before the step, as :class:`warpsmith.optim.AdamW` says.
-        differentiable: only False.
-        precision, seed, keep_fp32: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 
-    Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
+    Gradient scaling, skipped steps, DTensors, CUDA graphs, the watch of addresses and errors: as for
     :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
     Moves 20 bytes of memory a float32 parameter, 12 without momentum.
-
-    Raises:
-        ValueError: a hyperparameter out of range; a loaded state of another shape; at ``step``, a parameter, gradient
-            or state that does not fit, named with its group and index. Nothing has changed then.
 
     Source: Sutskever et al., On the importance of initialization and momentum in deep learning, 2013; formula and order
     of operations as torch.optim.SGD.

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from warpsmith.testing.law import Error, measure
 from warpsmith.testing.spec import Case, Inputs, OpSpec
@@ -84,6 +86,40 @@ def run(
             found = [torch.zeros_like(leaves[n]) for n in wanted]
         result = {f"grad_{n}": g for n, g in zip(wanted, found, strict=True) if g is not None}
     return Result({n: y.detach() for n, y in outputs.items()}, result)
+
+
+class FirstCalls(TorchDispatchMode):
+    """Keeps the positional arguments of the first call of each op of the dispatcher, as they were before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: dict[Any, tuple[Any, ...]] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op not in self.arguments:
+            self.arguments[op] = tree_map_only(Tensor, lambda t: t.detach().clone(), args)
+        return op(*args, **(kwargs or {}))
+
+
+def raw_arguments(spec: OpSpec, op: Any, inputs: Inputs) -> tuple[Any, ...]:
+    """Positional arguments for an op of ``spec.opcheck``."""
+    said = spec.opcheck[op]
+    if said is not None:
+        return said(inputs)
+    case = spec.base_case()
+    with FirstCalls() as calls:
+        run(spec.op, spec, case, inputs)
+        run(spec.op, spec, case, inputs, wanted=())
+    for other, arguments in sorted(calls.arguments.items(), key=lambda call: call[0] is not op):
+        if other is op or _take_the_same(op, other, len(arguments)):
+            return arguments
+    raise AssertionError(f"{spec.name}: opcheck: a call reaches neither {op} nor an op of the same arguments")
+
+
+def _take_the_same(op: Any, other: Any, count: int) -> bool:
+    ours, theirs = ([(a.name, str(a.type)) for a in o._schema.arguments[:count]] for o in (op, other))
+    has_defaults = all(a.has_default_value() for a in op._schema.arguments[count:])
+    return op.namespace == other.namespace and ours == theirs and has_defaults
 
 
 def measure_case(spec: OpSpec, case: Case, inputs: Inputs) -> list[Error]:

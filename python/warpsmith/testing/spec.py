@@ -116,7 +116,8 @@ class OpSpec:
         gradcheck_cases: small float64 cases; default: the smallest nonempty case of the table.
         double_backward: whether second derivatives are claimed. If not, they must be refused.
         func_transforms: whether ``torch.func.grad`` and ``vmap`` are claimed.
-        opcheck: ops of the dispatcher to check, each with ``args(inputs)`` giving its positional arguments.
+        opcheck: ops of the dispatcher to check, each with ``args(inputs)`` giving its positional arguments, or None:
+            those that the first case gives it, forward or backward, or gives an op whose arguments begin alike.
         traced: qualified name of the op that must appear in exported graphs, e.g. ``"warpsmith::rms_norm"``.
         autocast: ``autocast(inputs, dtype)`` returns the outputs' dtypes under autocast to ``dtype``; default:
             nothing is cast. Float64 never is.
@@ -169,7 +170,7 @@ class OpSpec:
     gradcheck_cases: Sequence[Case] | None = None
     double_backward: bool = False
     func_transforms: bool = False
-    opcheck: Mapping[Any, Callable[[Inputs], tuple[Any, ...]]] = field(default_factory=dict)
+    opcheck: Mapping[Any, Callable[[Inputs], tuple[Any, ...]] | None] = field(default_factory=dict)
     traced: str | None = None
     autocast: Callable[[Inputs, torch.dtype], tuple[torch.dtype, ...]] | None = None
     bad_inputs: Sequence[BadInput] = ()

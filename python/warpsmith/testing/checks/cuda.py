@@ -1,6 +1,7 @@
 """What only a CUDA device can show: no synchronisation, graph capture, streams."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,18 +15,25 @@ from warpsmith.testing.tensors import repeat_batch
 DELAY_CYCLES = 20_000_000  # about 10 ms: long enough that work on a wrong stream overtakes
 
 
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Makes the host's waits for the device, within torch's operators, errors."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 def check_no_sync(spec: OpSpec) -> None:
     """Forward and backward run with torch's synchronisation check set to raise."""
     case = spec.base_case()
     inputs = make_inputs(spec, case, "cuda")
     grads = upstream(spec, case, run(spec.op, spec, case, inputs).outputs)
     torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         run(spec.op, spec, case, inputs, grads=grads)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 def check_graph_capture(spec: OpSpec) -> None:

@@ -18,6 +18,7 @@ from warpsmith.testing.run import (
     assert_same_bits,
     exact_result,
     flatten,
+    raw_arguments,
     run,
     upstream,
     wanted_inputs,
@@ -33,25 +34,25 @@ def check_opcheck(spec: OpSpec, op: Any, device: str = "cpu") -> None:
     dispatch (not where an output is of 8-bit floats, which it cannot sum; compiled calls have checks of their own). Nor
     can the schema's check compare these once autograd has saved them. Off the default stream: on it small results are
     parts of a chunk of zeros (csrc/bindings/support/scratch.h), whose offset fake tensors do not have."""
-    case = spec.base_case()
-    inputs = make_inputs(spec, case, device)
-    arguments = spec.opcheck[op]
+    inputs = make_inputs(spec, spec.base_case(), device)
     if device == "cuda":
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
-            return _opcheck(spec, op, arguments, inputs)
-    return _opcheck(spec, op, arguments, inputs)
+            return _opcheck(spec, op, inputs)
+    return _opcheck(spec, op, inputs)
 
 
-def _opcheck(spec: OpSpec, op: Any, arguments: Callable[[Inputs], tuple[Any, ...]], inputs: Inputs) -> None:
-    made = op(*arguments(inputs))
+def _opcheck(spec: OpSpec, op: Any, inputs: Inputs) -> None:
+    given = raw_arguments(spec, op, inputs)
+    made = op(*given)
     eight_bit = any(t.is_floating_point() and t.itemsize == 1 for t in tree_leaves(made) if isinstance(t, Tensor))
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
     tests += [] if eight_bit else ["test_aot_dispatch_dynamic"]
-    torch.library.opcheck(op, arguments(inputs), test_utils=tests)
+    torch.library.opcheck(op, given, test_utils=tests)
     if spec.traced is not None and op is _overload(spec.traced):
-        leaves = arguments(as_leaves(inputs, wanted_inputs(spec, inputs)))
-        torch.library.opcheck(op, leaves, test_utils=tests[eight_bit:])
+        names = [a.name for a in op._schema.arguments[: len(given)]]
+        leaves = as_leaves(dict(zip(names, given, strict=True)), wanted_inputs(spec, inputs))
+        torch.library.opcheck(op, (*leaves.values(),), test_utils=tests[eight_bit:])
 
 
 def _overload(qualified: str) -> Any:
