@@ -179,10 +179,6 @@ class UNet(nn.Module):
         return self.last(x)
 
 
-def mean_square(out, y):
-    return F.mse_loss(out.float(), y)
-
-
 def run_unet(device, options):
     rows = []
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
