@@ -1,5 +1,6 @@
 """torch's own modules with our ops in them and without: outputs, loss and gradients within the law."""
 
+import contextlib
 import copy
 import itertools
 import re
@@ -14,7 +15,8 @@ from tests.dispatched import Copies, Dispatched
 from .laws import assert_close, assert_law_of_the_mean
 
 B, S, T, E = 24, 6, 5, 32
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BF16 = torch.bfloat16
+DTYPES = [torch.float32, BF16, torch.float16, torch.float64]
 CAUSAL = torch.ones(S, S, dtype=torch.bool).triu(1)
 PADDED = torch.zeros(B, S, dtype=torch.bool)
 PADDED[1, -2:] = True
@@ -226,18 +228,41 @@ def test_without_gradients_torch_may_take_its_fast_path(name):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@contextlib.contextmanager
+def float32_of_cuda():
+    """torch.autocast on the CPU casts to float32 what it casts on CUDA."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("layer_norm", "rms_norm", "softmax.int", "log_softmax.int"):
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+        def kernel(*given, op=op, **options):
+            with torch.autocast("cpu", enabled=False):
+                return op(*(cast(t, torch.float32) for t in given), **options)
+
+        library.impl(name, kernel, "AutocastCPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@pytest.mark.parametrize(
+    ("like", "autocast", "stored"),
+    [("cpu", BF16, torch.float32), ("cuda", torch.float16, torch.float32), ("cuda", BF16, BF16)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", [n for n in CASES if "float16" not in n])
-def test_autocast_gives_the_dtypes_of_torch(name, autocast):
+def test_autocast_gives_the_dtypes_of_torch(name, like, autocast, stored):
     module, inputs, given, _ = CASES[name]
-    module = copy.deepcopy(module)
+    module, inputs = copy.deepcopy(module).to(stored), [cast(t, stored) for t in inputs]
     exact = results(copy.deepcopy(module).double(), inputs, given, torch.float64)
-    with torch.autocast("cpu", autocast):
+    with float32_of_cuda() if like == "cuda" else contextlib.nullcontext(), torch.autocast("cpu", autocast):
         try:
-            expected = results(module, inputs, given, torch.float32)
+            expected = results(module, inputs, given, stored)
         except RuntimeError as error:
             pytest.skip(f"torch: {str(error).splitlines()[0]}")
         with warpsmith.patch(module):
-            found = results(module, inputs, given, torch.float32)
+            found = results(module, inputs, given, stored)
     assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in expected.items()}
     assert_law_of_the_mean(found, expected, exact)

@@ -1,6 +1,7 @@
 """warpsmith.nn.functional against torch.nn.functional: torch's own sample inputs, and which of them are fused."""
 
 import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -166,24 +167,24 @@ def test_every_other_name_is_torchs():
 
 
 MIXED = [
-    ("rms_norm", torch.float32, torch.bfloat16),
-    ("rms_norm", torch.bfloat16, torch.float32),
-    ("rms_norm", torch.float16, torch.bfloat16),
-    ("rms_norm", torch.float64, torch.float32),
-    ("layer_norm", torch.bfloat16, torch.float32),
+    *(("rms_norm", *dtypes) for dtypes in itertools.permutations(DTYPES, 2)),
+    *(("layer_norm", dtype, torch.float32) for dtype in (torch.bfloat16, torch.float16)),
 ]
 
 
 @pytest.mark.parametrize(("name", "dtype", "weight_dtype"), MIXED)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
 def test_weights_of_another_dtype(name, dtype, weight_dtype):
-    x, weight = torch.randn(3, 8).to(dtype).requires_grad_(), torch.rand(8).to(weight_dtype).requires_grad_()
-    results = []
-    for f in (ours, theirs):
-        y = getattr(f, name)(x, (8,), weight)
-        results.append([y, *torch.autograd.grad(y.sum(), [x, weight])])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, **CLOSE_IN_16_BITS)
+    torch.manual_seed(0)
+    x, weight = torch.randn(30, 64).to(dtype), torch.rand(64).to(weight_dtype)
+    dy, results = torch.randn(30, 64).to(dtype), []
+    for f, wide in ((ours, None), (theirs, torch.float64), (theirs, None)):
+        leaves = [t.detach().to(wide or t.dtype).requires_grad_() for t in (x, weight)]
+        y = getattr(f, name)(leaves[0], (64,), leaves[1])
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))])
+    for found, exact, expected in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        assert (error := measure(name, found, exact, expected)).ok, error
 
 
 def test_what_torch_refuses_is_refused():

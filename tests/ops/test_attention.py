@@ -36,7 +36,8 @@ CASES = [
     *(Case((2, 33, 4, 64), dtype, options=o) for dtype in (BF16, FP16, FP32) for o in ({}, CAUSAL)),
     *(Case((2, 10, 2, 8), FP64, options=o) for o in ({}, CAUSAL)),
     *(Case((1, 70, 2, dim), d, options=CAUSAL) for dim in range(8, 257, 8) for d in (BF16, FP32)),
-    *(Case((1, 40, 2, dim), BF16, options={"dim_v": dim_v}) for dim, dim_v in ((192, 128), (64, 256), (8, 104))),
+    *(Case((1, 40, 2, dim), BF16, options={"dim_v": dim_v, **o}) for dim, dim_v in ((192, 128), (64, 256), (8, 104))
+      for o in ({}, {"seqlen_k": 300, **TOP_LEFT})),  # keys that no query sees, and some whole tiles of them
     *(Case((2, 40, 4, 32), FP32, options={"k_heads": n, "seqlen_k": 90}) for n in (1, 2)),
     *(Case((1, 40, 12, 32), BF16, options={"k_heads": n, **CAUSAL}) for n in (1, 3, 6)),
     *(Case((1, s, 2, 32), d, options={"seqlen_k": n, **o}) for s, n in ((1, 300), (70, 200), (200, 70), (64, 64),

@@ -48,6 +48,8 @@ CASES = [
       for d in (FP32, BF16) for o in ({}, CAUSAL, {"causal": True, "causal_align": "top_left"})),
     *(Case((100, 2, 32), d, options={"lengths": (30, 50), "rest": 20, **CAUSAL}) for d in (FP32, BF16)),
     Case((40, 2, 192), BF16, options={"lengths": (30, 10), "dim_v": 128, **CAUSAL}),
+    Case((40, 2, 72), BF16, options={"lengths": (30, 10), "lengths_k": (20, 280), "dim_v": 128, "causal": True,
+                                     "causal_align": "top_left"}),
     *(Case((100, 4, 32), d, options={"lengths": (30, 50, 20), "dropout_p": 0.3}) for d in (FP32, BF16)),
     *(Case((100, 4, 32), d, options={"lengths": (30, 50, 20), "sink": mean, "softcap": cap, **CAUSAL})
       for d in (FP32, BF16, FP16) for mean, cap in ((0.5, 3.0), (3.0, 0.0))),

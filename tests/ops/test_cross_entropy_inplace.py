@@ -60,12 +60,15 @@ def test_a_second_backward_gives_the_same_gradient(upstream):
     torch.testing.assert_close(second, first, rtol=1e-6, atol=1e-8)
 
 
-def test_logits_that_others_saved_are_not_lost_in_silence():
-    leaf = torch.randn(3, 5, requires_grad=True)
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logits_that_others_saved_are_not_lost_in_silence(reduction, dtype):
+    """Nor where the gradient is written by the backward."""
+    leaf = torch.randn(3, 5).to(dtype).requires_grad_()
     logits = leaf.exp()  # its backward needs the result
-    loss = warpsmith.cross_entropy(logits, torch.tensor([0, 1, 2]), inplace_backward=True)
+    loss = warpsmith.cross_entropy(logits, torch.tensor([0, 1, 2]), reduction=reduction, inplace_backward=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+        loss.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)

@@ -13,12 +13,15 @@ def layer_norm_definition(x, weight):
     return F.layer_norm(x, x.shape[1:]) * weight + weight  # of both gradients the sum
 
 
-def rotated(function):
+def rotated(function, of_k=False):
+    """Without heads of k, or of q."""
+
     def call(x, weight):
         rows, columns = x.shape
         angles = torch.outer(torch.arange(rows), torch.arange(1, columns // 2 + 1) / 100).to(x.dtype)
-        heads = x[:, None]
-        return function(heads, heads[:, :0], weight, weight.detach(), angles.cos(), angles.sin(), eps=1e-5)[0][:, 0]
+        heads, weights = [x[:, None], x[:, None][:, :0]], [weight, weight.detach()]
+        order = slice(None, None, -1 if of_k else 1)
+        return function(*heads[order], *weights[order], angles.cos(), angles.sin(), eps=1e-5)[of_k][:, 0]
 
     return call
 
@@ -34,6 +37,7 @@ OPS = {
         layer_norm_definition,
     ),
     "qk_norm_rope": (rotated(warpsmith.qk_norm_rope), rotated(qk_norm_rope_reference)),
+    "qk_norm_rope, k": (rotated(warpsmith.qk_norm_rope, True), rotated(qk_norm_rope_reference, True)),
     "bias_gelu": (warpsmith.bias_gelu, lambda x, bias: F.gelu(x + bias)),
     "bias_silu": (warpsmith.bias_silu, lambda x, bias: F.silu(x + bias)),
 }

@@ -7,11 +7,16 @@ import warpsmith
 from warpsmith.testing import bitwise_equal
 from warpsmith.testing.sim import is_loaded
 
-from tests.optim.optimizers import EACH_STORAGE, LAMB, OF_TORCH, dtype_of
+from tests.optim.optimizers import EACH_STORAGE, LAMB, OF_TORCH, Options, dtype_of
 
 raw = torch.ops.warpsmith
 GROUPS = 40 if is_loaded() else 70  # a launch takes 32
 BF16 = torch.bfloat16
+CLASSES = {name: getattr(warpsmith.optim, name) for name in warpsmith.optim.__all__}
+EACH_CLASS = [
+    Options(name, {"momentum": 0.9} if name == "SGD" else {}, "each option")
+    for name, thing in CLASSES.items() if isinstance(thing, type) and issubclass(thing, torch.optim.Optimizer)
+]  # fmt: skip
 STATES = [o for o in EACH_STORAGE if o is not LAMB]  # whose elements depend on their own block at most
 
 
@@ -53,6 +58,38 @@ def test_more_groups_than_a_launch_takes(options):
             optimizer.step()
         assert bitwise_equal(alone[i], params[i]), f"group {i} of {GROUPS}"
         assert not bitwise_equal(before[i], params[i].detach())
+
+
+def other(name, value):
+    """Another value of an option; None: it has no effect on a step, or other states."""
+    if name in ("capturable", "foreach", "fused", "differentiable", "amsgrad", "centered", "seed"):
+        return None
+    if isinstance(value, tuple):
+        return tuple(v / 2 for v in value)
+    words = {"adjust_lr_fn": "match_rms_adamw", "newton_schulz": "gram"}
+    changed = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value / 2 or 0.25}
+    return changed.get(type(value), lambda: words.get(name))()
+
+
+@pytest.mark.parametrize("options", EACH_CLASS, ids=str)
+def test_each_option_is_that_of_its_group(options):
+    """Equal shapes in two groups have the bits of two optimizers."""
+    asked = 0
+    for name, value in options.ours(parameters(1, torch.float32, (4, 8))).defaults.items():
+        if (changed := other(name, value)) is None:
+            continue
+        together, apart = (parameters(2, torch.float32, (4, 8)) for _ in range(2))
+        for params, cuts in ((together, [slice(2)]), (apart, [slice(1), slice(1, 2)])):
+            groups = [{"params": params[0]}, {"params": params[1], name: changed}]
+            optimizers, generator = [options.ours(groups[cut]) for cut in cuts], torch.Generator().manual_seed(1)
+            for _ in range(3):
+                for p in params:
+                    p.grad = torch.randn(p.shape, generator=generator)
+                for optimizer in optimizers:
+                    optimizer.step()
+        assert all(bitwise_equal(p, q) for p, q in zip(together, apart, strict=True)), name
+        asked += 1
+    assert asked > 2
 
 
 def test_groups_of_one_seed_each_draw_other_numbers():

@@ -156,6 +156,7 @@ def test_stats_on_the_cpu_count_every_wait(monkeypatch):
     # The clock reads the start, twice a batch, the last question and the end.
     assert found == PrefetchStats(batches=3, seconds=8.0, loading_s=3.0, waits=3, waiting_s=3.0)
     assert str(found) == "the device waited for 3 of 3 batches, at most 3.000 of 8.000 s; the loader took 3.000 s"
+    assert [prefetcher.stats().seconds for _ in prefetcher] == [3.0, 6.0, 9.0]  # of the second pass, while it runs
 
 
 @pytest.mark.parametrize(

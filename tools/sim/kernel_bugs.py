@@ -305,6 +305,8 @@ ATTENTION: tuple[tuple[str, str, tuple[tuple[str, str], ...], str, str], ...] = 
      "out: error"),
     ("dq_buffer_reused_early", "kernels/attention/hopper/backward_sm90_pipeline.cuh",
      (("device::bulk_commit();\n      @device::bulk_wait_read<0>();", ""),), EDGES, "grad_q: error"),
+    ("unseen_keys_as_wide_as_q", "kernels/attention/backward_rows.cuh",
+     (("p.dv_strides, @p.head_dim_v", "p.head_dim"),), LAW.format("error_law and dim_v_104"), "grad_v: error"),
 )  # fmt: skip
 # One tensor of several laid out by itself; gradients of some inputs alone.
 BINDINGS = (

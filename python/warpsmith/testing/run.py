@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -122,9 +123,23 @@ def _take_the_same(op: Any, other: Any, count: int) -> bool:
     return op.namespace == other.namespace and ours == theirs and has_defaults
 
 
+@contextmanager
+def new_memory_is_filled() -> Iterator[None]:
+    """New tensors are NaN, or the largest integer, as torch's deterministic mode makes them."""
+    mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+
+
 def measure_case(spec: OpSpec, case: Case, inputs: Inputs) -> list[Error]:
-    """The error of every output and gradient of a case, beside plain PyTorch on the same device."""
-    ours = run(spec.op, spec, case, inputs)
+    """The error of every output and gradient of a case, beside plain PyTorch on the same device. What the op leaves as
+    the memory was is NaN; on a card only in a check of its own."""
+    on_card = any(isinstance(t, Tensor) and t.is_cuda for t in inputs.values())
+    with nullcontext() if on_card else new_memory_is_filled():
+        ours = run(spec.op, spec, case, inputs)
     plain = run(spec.baseline or spec.reference, spec, case, inputs)
     exact = exact_result(spec, case, inputs, ours)
     missing = plain.all().keys() ^ ours.all().keys()
