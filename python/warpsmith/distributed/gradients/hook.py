@@ -1,6 +1,6 @@
 """A DDP communication hook: 16 bits on the wire, float32 sums in rank order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, overload
 
@@ -190,26 +190,33 @@ def _average_bucket(
 def _pieces(bucket: GradBucket, params: list[Tensor]) -> list[Tensor]:
     """What is to be averaged of a bucket: each main_grad, in the place of its parameter's gradient, and what lies
     between. A main_grad takes what other ops gave the parameter as its gradient; without any, DDP has put zeros."""
-    buffer, found, begin, end = bucket.buffer(), [], 0, 0
-    if not any(isinstance(getattr(p, "main_grad", None), Tensor) for p in params):
-        return [buffer]
-    for p, gradient in zip(params, bucket.gradients(), strict=True):
-        main_grad = getattr(p, "main_grad", None)
-        if isinstance(main_grad, Tensor):
-            if begin < end:
-                found.append(buffer[begin:end])
-            begin = end + gradient.numel()
-            if not is_dense(main_grad) or main_grad.shape != p.shape or not main_grad.is_floating_point():
-                expected = f"dense floating point numbers {tuple(p.shape)}"
-                raise ValueError(
-                    f"accurate_hook: main_grad: expected {expected}, got {main_grad.dtype} {tuple(main_grad.shape)}"
-                )
-            if p.grad is not None:
-                main_grad.add_(gradient)
-                gradient.zero_()
-            found.append(main_grad.as_strided((main_grad.numel(),), (1,)))
-        end += gradient.numel()
-    return [*found, buffer[begin:end]] if begin < end else found
+    sizes: list[int] = []
+    owners: list[Tensor | None] = []  # parameters with a main_grad
+    for p in params:
+        if isinstance(getattr(p, "main_grad", None), Tensor):
+            owners.append(p)
+            sizes.append(p.numel())
+        elif owners and owners[-1] is None:
+            sizes[-1] += p.numel()
+        else:
+            owners.append(None)
+            sizes.append(p.numel())
+    pieces = [bucket.buffer()] if len(sizes) < 2 else list(bucket.buffer().split(sizes))
+    for i, p in enumerate(owners):
+        if p is None:
+            continue
+        main_grad: Tensor = p.main_grad  # type: ignore[attr-defined]
+        if not is_dense(main_grad) or main_grad.shape != p.shape or not main_grad.is_floating_point():
+            expected = f"dense floating point numbers {tuple(p.shape)}"
+            raise ValueError(
+                f"accurate_hook: main_grad: expected {expected}, got {main_grad.dtype} {tuple(main_grad.shape)}"
+            )
+        if p.grad is not None:
+            gradient = pieces[i].view(p.shape)
+            main_grad.add_(gradient)
+            gradient.zero_()
+        pieces[i] = main_grad.as_strided(pieces[i].shape, (1,))
+    return pieces
 
 
 @contextmanager
@@ -243,19 +250,26 @@ def _average(pieces: list[Tensor], group: ProcessGroup | None, sent_as: torch.dt
     if not isinstance(peers, str):
         one = pieces[0] if len(pieces) == 1 else torch.empty(count, dtype=sent_as, device=device)
         if len(pieces) > 1:
-            torch._foreach_copy_(one.split(sizes), pieces)
+            copy_lists(one.split(sizes), pieces)
         average_whole(one, peers, sent_as) if whole else average_by_peers(one, peers, sent_as, part)
         if len(pieces) > 1:
-            torch._foreach_copy_(pieces, one.split(sizes))
+            copy_lists(pieces, one.split(sizes))
         return
     sent = torch.empty(ranks * part, dtype=sent_as, device=device)
     places = sent[:count].split(sizes)
-    torch._foreach_copy_(places, pieces)
+    copy_lists(places, pieces)
     sent[count:].zero_()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     _all_gather(sent, mean_in_rank_order(received.view(ranks, part)), group=group)
-    torch._foreach_copy_(pieces, places)
+    copy_lists(pieces, places)
+
+
+def copy_lists(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
+    """A launch for each pair of dtypes: of mixed lists torch copies each tensor by its own."""
+    kinds = [(a.dtype, b.dtype) for a, b in zip(to, of, strict=True)]
+    for kind in dict.fromkeys(kinds):
+        torch._foreach_copy_(*([t for t, k in zip(side, kinds, strict=True) if k == kind] for side in (to, of)))
 
 
 def average_whole(gradients: Tensor, peers: PeerMemory, sent_as: torch.dtype) -> None:
