@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -525,9 +524,13 @@ def _linear_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     return gradients | {"x": dx, "weight": dweight, "bias": dbias}
 
 
+def _refuse_second_derivative() -> NoReturn:
+    checks.refuse(LINEAR, "main_grad", "None where a second derivative is taken", "a tensor")
+
+
 def _linear_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     if saved.destination.takes(wants.weight) is not None:
-        checks.refuse(LINEAR, "main_grad", "None where a second derivative is taken", "a tensor")
+        _refuse_second_derivative()
     dz, x = dy, saved.x
     if saved.activation != NONE:
         derivative = _value_and_derivative(_layer(x, saved.weight, saved.bias), saved.activation, saved.z)[1]
@@ -609,6 +612,9 @@ def _gated_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
 
 
 class _WithMainGrad(torch.autograd.Function):
+    """The weight has a gradient. kept: bias, of which the backward reads the shape alone, main_grad, and the parameter
+    of one that is reduced over ranks."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: tuple[Tensor | None, ...]) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -620,27 +626,22 @@ class _WithMainGrad(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         if dy is None:
             return None, None, None, None
+        if torch.is_grad_enabled():
+            _refuse_second_derivative()
         x, weight = ctx.saved_tensors
         bias, main_grad, parameter = ctx.kept
-        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        if of_weight and not torch.is_grad_enabled():
-            if parameter is not None:
-                adds_to_main_grad(LINEAR, parameter)
-            add_to = _raw_main_grad if is_dynamo_compiling() else _add_to
-            dx, dbias = call_raw(add_to, dy, x, weight, bias, dy, main_grad, NONE, of_x, of_bias, False)
-            dweight = torch.zeros_like(weight) if parameter is None else None
-        else:
-            saved = SimpleNamespace(x=x, weight=weight, bias=bias, z=dy, activation=NONE, batch_invariant=False)
-            saved.destination = Destination(main_grad, parameter, LINEAR)
-            use = _linear_twice if torch.is_grad_enabled() else _linear_backward
-            found = use(saved, SimpleNamespace(x=of_x, weight=of_weight, bias=of_bias), dy)
-            dx, dweight, dbias = found["x"], None, found["bias"]
+        of_x, _, of_bias, _ = ctx.needs_input_grad
+        if parameter is not None:
+            adds_to_main_grad(LINEAR, parameter)
+        add_to = _raw_main_grad if is_dynamo_compiling() else _add_to
+        dx, dbias = call_raw(add_to, dy, x, weight, bias, dy, main_grad, NONE, of_x, of_bias, False)
+        dweight = torch.zeros_like(weight) if parameter is None else None
         return dx if of_x else None, dweight, dbias if of_bias else None, None
 
 
 _WithMainGrad.__name__ = _WithMainGrad.__qualname__ = LINEAR
-_WithMainGrad._backward_cls.__name__ = _WithMainGrad._backward_cls.__qualname__ = f"{LINEAR}Backward"  # type: ignore
-_with_main_grad = super(torch.autograd.Function, _WithMainGrad).apply  # type: ignore[misc]
+_WithMainGrad._backward_cls.__name__ = _WithMainGrad._backward_cls.__qualname__ = f"{LINEAR}Backward"
+_with_main_grad = super(torch.autograd.Function, _WithMainGrad).apply
 
 
 def with_main_grad(x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor | None:

@@ -190,22 +190,22 @@ def _average_bucket(
 def _pieces(bucket: GradBucket, params: list[Tensor]) -> list[Tensor]:
     """What is to be averaged of a bucket: each main_grad, in the place of its parameter's gradient, and what lies
     between. A main_grad takes what other ops gave the parameter as its gradient; without any, DDP has put zeros."""
+    main_grads = [getattr(p, "main_grad", None) for p in params]
+    if not any(isinstance(t, Tensor) for t in main_grads):
+        return [bucket.buffer()]
     sizes: list[int] = []
-    owners: list[Tensor | None] = []  # parameters with a main_grad
-    for p in params:
-        if isinstance(getattr(p, "main_grad", None), Tensor):
-            owners.append(p)
-            sizes.append(p.numel())
-        elif owners and owners[-1] is None:
-            sizes[-1] += p.numel()
-        else:
-            owners.append(None)
-            sizes.append(p.numel())
-    pieces = [bucket.buffer()] if len(sizes) < 2 else list(bucket.buffer().split(sizes))
+    owners: list[Any] = []  # of main_grads; None for what lies between
+    for p, main_grad in zip(params, main_grads, strict=True):
+        fused = isinstance(main_grad, Tensor)
+        if fused or not owners or owners[-1] is not None:
+            owners.append(p if fused else None)
+            sizes.append(0)
+        sizes[-1] += p.numel()
+    pieces = list(bucket.buffer().split(sizes))
     for i, p in enumerate(owners):
         if p is None:
             continue
-        main_grad: Tensor = p.main_grad  # type: ignore[attr-defined]
+        main_grad = p.main_grad
         if not is_dense(main_grad) or main_grad.shape != p.shape or not main_grad.is_floating_point():
             expected = f"dense floating point numbers {tuple(p.shape)}"
             raise ValueError(
@@ -249,27 +249,33 @@ def _average(pieces: list[Tensor], group: ProcessGroup | None, sent_as: torch.dt
     peers = peer_memory(group, device, user) if sent_as != torch.float64 else "float64"
     if not isinstance(peers, str):
         one = pieces[0] if len(pieces) == 1 else torch.empty(count, dtype=sent_as, device=device)
-        if len(pieces) > 1:
-            copy_lists(one.split(sizes), pieces)
+        pairs = by_dtype(one.split(sizes), pieces) if len(pieces) > 1 else []
+        for places, some in pairs:
+            torch._foreach_copy_(places, some)
         average_whole(one, peers, sent_as) if whole else average_by_peers(one, peers, sent_as, part)
-        if len(pieces) > 1:
-            copy_lists(pieces, one.split(sizes))
+        for places, some in pairs:
+            torch._foreach_copy_(some, places)
         return
     sent = torch.empty(ranks * part, dtype=sent_as, device=device)
-    places = sent[:count].split(sizes)
-    copy_lists(places, pieces)
+    pairs = by_dtype(sent[:count].split(sizes), pieces)
+    for places, some in pairs:
+        torch._foreach_copy_(places, some)
     sent[count:].zero_()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     _all_gather(sent, mean_in_rank_order(received.view(ranks, part)), group=group)
-    copy_lists(pieces, places)
+    for places, some in pairs:
+        torch._foreach_copy_(some, places)
 
 
-def copy_lists(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
-    """A launch for each pair of dtypes: of mixed lists torch copies each tensor by its own."""
-    kinds = [(a.dtype, b.dtype) for a, b in zip(to, of, strict=True)]
-    for kind in dict.fromkeys(kinds):
-        torch._foreach_copy_(*([t for t, k in zip(side, kinds, strict=True) if k == kind] for side in (to, of)))
+def by_dtype(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Tensors of one dtype each, and their places: of mixed lists torch copies one tensor after the other."""
+    found: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, t in zip(places, tensors, strict=True):
+        of_dtype = found.get(t.dtype) or found.setdefault(t.dtype, ([], []))
+        of_dtype[0].append(place)
+        of_dtype[1].append(t)
+    return list(found.values())
 
 
 def average_whole(gradients: Tensor, peers: PeerMemory, sent_as: torch.dtype) -> None:
