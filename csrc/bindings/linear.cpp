@@ -105,13 +105,15 @@ Tensor linear_inference(Tensor x, OptionalTensor residual, Tensor weight, Option
   return std::get<0>(linear(x, residual, weight, bias, main_grad, activation, false, batch_invariant));
 }
 
+struct LinearGradients {
+  OptionalTensor x, weight, bias;  // those that are wanted
+};
+
 // z: what the forward kept, or for relu its output.
-std::tuple<Tensor, Tensor, Tensor> linear_backward_into(const char* op, const Tensor& dy_any,
-                                                        const OptionalTensor& x_any, const Tensor& weight,
-                                                        const OptionalTensor& bias, const Tensor& z_any,
-                                                        const OptionalTensor& main_grad, int64_t number, bool wide,
-                                                        bool want_dx, bool want_dweight, bool want_dbias,
-                                                        bool invariant) {
+LinearGradients linear_backward_into(const char* op, const Tensor& dy_any, const OptionalTensor& x_any,
+                                     const Tensor& weight, const OptionalTensor& bias, const Tensor& z_any,
+                                     const OptionalTensor& main_grad, int64_t number, bool wide, bool want_dx,
+                                     bool want_dweight, bool want_dbias, bool invariant) {
   const Dtype dtype = check_dy(op, dy_any);
   check_dtype(op, "weight", weight, dtype);
   if (weight.dim() != 2 || weight.size(0) != last(dy_any))
@@ -127,34 +129,36 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_into(const char* op, const Te
 
   const OnDeviceOf device(dy_any);
   Tensor dz = adjacent_rows(op, "dy", dy_any);
-  Tensor dbias = nothing_like(op, dy_any);
+  LinearGradients found;
   if (plain) {
-    if (want_dbias) dbias = bias_gradient(op, dz, layer, dtype);
+    if (want_dbias) found.bias = bias_gradient(op, dz, layer, dtype);
   } else {
     const bool products = want_dx || want_dweight;
     std::optional<New> made;
     if (products) made.emplace(op, "gradient of the pre-activation", dy_any, layer.out);
-    if (want_dbias) dbias = allocate_vector(op, "gradient of bias", layer.out, dtype_code(*bias), dy_any);
+    if (want_dbias) found.bias = allocate_vector(op, "gradient of bias", layer.out, dtype_code(*bias), dy_any);
     if (products || want_dbias)
       activation_backward(op, activation, dz, adjacent_rows(op, "z", z_any),
-                          made ? OptionalTensor(made->rows) : std::nullopt,
-                          want_dbias ? OptionalTensor(dbias) : std::nullopt, dtype, layer.bias_dtype);
+                          made ? OptionalTensor(made->rows) : std::nullopt, found.bias, dtype, layer.bias_dtype);
     if (products) dz = made->rows;
   }
-  Tensor dx = nothing_like(op, dy_any), dweight = nothing_like(op, dy_any);
   if (want_dx) {
     const New to(op, "gradient of x", dy_any, layer.in);
     input_gradient(op, dz, layer, to.rows, /*add=*/false, invariant);
-    dx = to.any;
+    found.x = to.any;
   }
   if (want_dweight) {
     const Tensor x = rows_of(op, "x", *x_any);
     if (main_grad)
       weight_gradient_into(op, *main_grad, dz, x, true);
     else
-      dweight = weight_gradient(op, dz, x, layer, dtype, wide);
+      found.weight = weight_gradient(op, dz, x, layer, dtype, wide);
   }
-  return {dx, dweight, dbias};
+  return found;
+}
+
+Tensor given(const char* op, const OptionalTensor& gradient, const Tensor& like) {
+  return gradient ? *gradient : nothing_like(op, like);
 }
 
 bool is_wide(const char* op, std::optional<ScalarType> dweight_dtype, const Tensor& weight) {
@@ -169,17 +173,19 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor dy, OptionalTensor x, 
                                                    std::optional<ScalarType> dweight_dtype, bool want_dx,
                                                    bool want_dweight, bool want_dbias, bool batch_invariant) {
   const char* op = backward_name(LinearOp::linear);
-  return linear_backward_into(op, dy, x, weight, bias, z, std::nullopt, activation, is_wide(op, dweight_dtype, weight),
-                              want_dx, want_dweight, want_dbias, batch_invariant);
+  const LinearGradients found =
+      linear_backward_into(op, dy, x, weight, bias, z, std::nullopt, activation, is_wide(op, dweight_dtype, weight),
+                           want_dx, want_dweight, want_dbias, batch_invariant);
+  return {given(op, found.x, dy), given(op, found.weight, dy), given(op, found.bias, dy)};
 }
 
 std::tuple<Tensor, Tensor> linear_backward_main_grad(Tensor dy, Tensor x, Tensor weight, OptionalTensor bias, Tensor z,
                                                      Tensor main_grad, int64_t activation, bool want_dx,
                                                      bool want_dbias, bool batch_invariant) {
-  const auto [dx, dweight, dbias] =
-      linear_backward_into(backward_name(LinearOp::linear), dy, x, weight, bias, z, main_grad, activation, false,
-                           want_dx, true, want_dbias, batch_invariant);
-  return {dx, dbias};
+  const char* op = backward_name(LinearOp::linear);
+  const LinearGradients found = linear_backward_into(op, dy, x, weight, bias, z, main_grad, activation, false, want_dx,
+                                                     true, want_dbias, batch_invariant);
+  return {given(op, found.x, dy), given(op, found.bias, dy)};
 }
 
 // ---- mlp: y = f(x w1^T + b1) w2^T + b2

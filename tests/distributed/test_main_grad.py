@@ -1,5 +1,7 @@
 """A main_grad on several ranks: reduced by what says so, else refused."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -150,6 +152,43 @@ def test_what_nothing_reduces_is_refused(rank, world_size, within):
         call(hooked.module.weight.detach())
         del optimizer
     assert not place.any()
+
+
+@multirank(2, timeout_s=120)
+@pytest.mark.parametrize("name", uses(torch.ones(OUT, IN)))
+def test_what_was_found_does_not_outlive_a_change(rank, world_size, name):
+    """What reduces a main_grad is searched once, and again when parameter, main_grad or module are others."""
+    ddp, place = DistributedDataParallel(Calls()), torch.zeros(OUT, IN)
+    ddp.register_comm_hook(None, accurate_hook)
+    weight = ddp.module.weight
+
+    def call(weight):
+        return uses(weight)[name](place)
+
+    weight.main_grad = place
+    for _ in range(2):
+        ddp(call).sum().backward()
+        call(weight)
+    assert not weight.grad.any()
+    weight.main_grad = torch.zeros(OUT, IN)
+    with pytest.raises(ValueError, match="expected weight.main_grad, which accurate_hook reduces over ranks"):
+        call(weight)
+    weight.main_grad = place
+    call(weight)
+    around = DistributedDataParallel(ddp.module)
+    for again in (lambda: around(call), lambda: call(weight)):
+        with pytest.raises(ValueError, match="expected None under DistributedDataParallel, or a hook"):
+            again()
+    sharded = Calls()
+    sharded.weight.main_grad = place
+    optimizer = ShardedOptimizer(sharded.parameters(), warpsmith.optim.SGD, lr=0.1)
+    with optimizer.no_sync():
+        call(sharded.weight).sum().backward()
+    assert sharded.weight.grad is None
+    del optimizer
+    gc.collect()
+    call(sharded.weight).sum().backward()
+    assert not sharded.weight.grad.any()  # zeros, since nobody else gives it a gradient
 
 
 @multirank(2, timeout_s=120)

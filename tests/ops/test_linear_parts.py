@@ -125,6 +125,56 @@ def test_main_grad_is_not_what_something_else_holds():
         warpsmith.linear(x, weight, bias, main_grad=3)
 
 
+def test_a_plain_layer_looks_at_its_main_grad_each_time():
+    """It has a way of its own, whose checks must be those of all layers."""
+    x, weight, bias = problem()
+    memory = torch.zeros(OUT * WIDTH + ROWS * WIDTH)
+    main_grad, beside = memory[: OUT * WIDTH].view(OUT, WIDTH), memory[OUT * WIDTH :].view(ROWS, WIDTH)
+    last = memory[OUT * WIDTH - 1 :]  # from its last element on
+    bad = {
+        "a tensor that requires no gradient": {"main_grad": torch.zeros(OUT, WIDTH, requires_grad=True)},
+        "a tensor that holds its values": {"main_grad": torch._neg_view(main_grad)},
+        r"shape \(40, 16\), got \(16, 40\)": {"main_grad": main_grad.view(WIDTH, OUT)},
+        r"shape \(40, 16\), got \(40, 16, 1\)": {"main_grad": main_grad[..., None]},
+        "float32, got float64": {"main_grad": main_grad.double()},
+        "float32, got bfloat16": {"main_grad": main_grad.bfloat16()},
+        "a tensor on cpu": {"main_grad": main_grad.to("meta")},
+        "a contiguous tensor or its transpose": {"main_grad": torch.zeros(OUT, 2 * WIDTH)[:, ::2]},
+        "other memory than that of weight": {"weight": main_grad.detach().requires_grad_()},
+        "other memory than that of x": {"x": last[: ROWS * WIDTH].view(ROWS, WIDTH)},
+        "other memory than that of bias": {"bias": last[:OUT].detach().requires_grad_()},
+    }
+    good = {"x": x, "weight": weight, "bias": bias, "main_grad": main_grad}
+    for words, changed in bad.items():
+        warpsmith.linear(**good)
+        with pytest.raises(ValueError, match=f"^linear: main_grad: expected {words}"):
+            warpsmith.linear(**good | changed)
+    main_grad.requires_grad_()
+    with pytest.raises(ValueError, match="expected a tensor that requires no gradient"):
+        warpsmith.linear(**good)
+    main_grad.requires_grad_(False)
+    assert not memory.any()
+    beside.fill_(1)
+    warpsmith.linear(**good | {"x": beside}).sum().backward()
+    assert (main_grad == ROWS).all() and (beside == 1).all()
+
+
+def test_a_plain_layer_gives_what_is_asked():
+    x, weight, bias = problem()
+    main_grad = torch.zeros(OUT, WIDTH)
+    x.requires_grad_()
+    with Ops() as ops:
+        y, expected = warpsmith.linear(x, weight, bias, main_grad=main_grad), F.linear(x, weight, bias)
+    assert "warpsmith" not in ops.seen and torch.equal(y, expected)
+    for asked in (x, bias):
+        (found,), (want,) = (torch.autograd.grad(t.sum(), asked, retain_graph=True) for t in (y, expected))
+        torch.testing.assert_close(found, want)
+    added = main_grad.clone()
+    with pytest.raises(ValueError, match="linear: main_grad: expected None where a second derivative is taken"):
+        torch.autograd.grad(y.sum(), [x, weight], create_graph=True)
+    assert torch.equal(main_grad, added)
+
+
 @on_both
 def test_main_grad_may_lie_transposed(device):
     x, weight, bias = problem(BF16, device)

@@ -11,15 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from warpsmith import _C
 from warpsmith._core import checks
 from warpsmith._core.of_tensors import OfTensors
 
 reductions = OfTensors[list[Any]]()  # by parameter: weak references to what reduces its gradient and its main_grad
 _wrappers = OfTensors[Any]()  # by parameter: a weak reference to the DDP or FSDP module around it, or None
-_parameters = OfTensors[Any]()  # by main_grad that is reduced over ranks: a weak reference to its parameter
+# By main_grad that is reduced over ranks: weak references to its parameter and to what reduces it, which is DDP or not.
+_reduced = OfTensors[tuple[Any, Any, bool]]()
 # Modules under DDP whose hook reduces main_grads: whether it has done so since their last forward.
 _is_reduced: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 PLAIN = (Tensor, nn.Parameter)
+_DDP = nn.parallel.DistributedDataParallel
+_HAS_RANKS = dist.is_available()
+_place = _C.main_grads(Tensor.__dlpack_c_exchange_api__, PLAIN)
+_FITS = -1
 
 
 class Destination(NamedTuple):
@@ -33,25 +39,17 @@ class Destination(NamedTuple):
     @classmethod
     def of(cls, op: str, main_grad: Tensor | None) -> Destination:
         """In a forward, behind :func:`check_main_grad`."""
-        reference = None if main_grad is None else _parameters.get(main_grad)
-        if reference is None or torch._C._are_functorch_transforms_active():  # which want a gradient
+        found = None if main_grad is None else _reduced.get(main_grad)
+        if found is None or torch._C._are_functorch_transforms_active():  # which want a gradient
             return cls(main_grad)
-        return cls(main_grad, reference(), op)
+        return cls(main_grad, found[0](), op)
 
     def takes(self, wanted: bool) -> Tensor | None:
         """The tensor, to which the caller adds the weight's gradient now; None if that is not wanted."""
         if not wanted or self.main_grad is None:
             return None
         if self.parameter is not None:
-            for shards in (found := _shards_of(self.parameter)):
-                shards.adds_to_main_grad(self.parameter)
-            wrapper = None if found else _known(self.parameter)
-            if wrapper is not None and _is_reduced.get(wrapper, False) and wrapper.require_backward_grad_sync:
-                raise RuntimeError(
-                    f"{self.op}: main_grad: rank {dist.get_rank()}: a backward after DistributedDataParallel reduced "
-                    "the gradients, which it would not reduce: add the losses for one backward, or run forward and "
-                    "backward of all but the last under no_sync(); call the DDP module, not its .module"
-                )
+            adds_to_main_grad(self.op, self.parameter)
         return self.main_grad
 
     def nothing_for(self, weight: Tensor, zeros: Tensor | None = None) -> Tensor | None:
@@ -60,6 +58,21 @@ class Destination(NamedTuple):
         if self.parameter is not None:
             return None
         return zeros if zeros is not None and zeros.dtype == weight.dtype else torch.zeros_like(weight)
+
+
+def adds_to_main_grad(op: str, parameter: Tensor) -> None:
+    """Tells what reduces the parameter's main_grad over ranks that a backward adds to it now."""
+    if found := _shards_of(parameter):
+        for shards in found:
+            shards.adds_to_main_grad(parameter)
+        return
+    wrapper = _known(parameter)
+    if wrapper is not None and wrapper.require_backward_grad_sync and _is_reduced.get(wrapper, False):
+        raise RuntimeError(
+            f"{op}: main_grad: rank {dist.get_rank()}: a backward after DistributedDataParallel reduced the gradients, "
+            "which it would not reduce: add the losses for one backward, or run forward and backward of all but the "
+            "last under no_sync(); call the DDP module, not its .module"
+        )
 
 
 def _begins(wrapper: nn.Module, _: Any) -> None:
@@ -76,31 +89,8 @@ def have_reduced(parameters: Iterable[Tensor]) -> None:
 
 def _shards_of(parameter: Tensor) -> list[Any]:
     """What reduces a parameter for optimizers that are alive."""
-    return [shards for reference in reductions.get(parameter) or () if (shards := reference()) is not None]
-
-
-def _bytes_of(t: Tensor) -> tuple[int, int]:
-    """First and last byte, plus one, of a tensor with elements."""
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + elements * t.element_size()
-
-
-def _storage_of(t: Tensor) -> tuple[int, int]:
-    storage = t.untyped_storage()
-    first = storage.data_ptr()
-    return first, first + storage.nbytes()
-
-
-def _refuse_shared_bytes(op: str, argument: str, main_grad: Tensor, inputs: dict[str, Tensor | None]) -> None:
-    first, end = _storage_of(main_grad)
-    for name, t in inputs.items():
-        if type(t) not in PLAIN or t.is_meta:  # type: ignore[union-attr]
-            continue
-        other_first, other_end = _storage_of(t)  # type: ignore[arg-type]
-        if first < other_end and other_first < end and t.numel():  # type: ignore[union-attr]
-            (own, own_end), (other, other_end) = _bytes_of(main_grad), _bytes_of(t)  # type: ignore[arg-type]
-            if own < other_end and other < own_end:
-                checks.refuse(op, argument, f"other memory than that of {name}", f"bytes that {name} holds")
+    known = reductions.get(parameter)
+    return [shards for reference in known if (shards := reference()) is not None] if known else []
 
 
 def check_main_grad(
@@ -110,31 +100,44 @@ def check_main_grad(
     nobody sums over ranks where the weight's gradient is summed."""
     if torch.compiler.is_compiling():
         checks.refuse(op, argument, "None under torch.compile", "a tensor")
-    if not isinstance(main_grad, Tensor):
-        checks.refuse_type(op, argument, "a tensor", main_grad)
-    if main_grad.requires_grad:
-        checks.refuse(op, argument, "a tensor that requires no gradient", "one that does")
-    if main_grad.is_neg():
-        checks.refuse(op, argument, "a tensor that holds its values", "one with the negative bit")
-    if type(main_grad) in PLAIN and not main_grad.is_meta and main_grad.numel():
-        _refuse_shared_bytes(op, argument, main_grad, {"weight": weight, **inputs})
-    _parameters.pop(main_grad)
-    if isinstance(weight, Tensor) and weight.requires_grad and dist.is_available() and dist.is_initialized():
-        _check_reduced(op, argument, main_grad, weight)
+    if (place := _place(main_grad, weight, *inputs.values())) != _FITS:
+        if not isinstance(main_grad, Tensor):
+            checks.refuse_type(op, argument, "a tensor", main_grad)
+        if main_grad.requires_grad:
+            checks.refuse(op, argument, "a tensor that requires no gradient", "one that does")
+        if main_grad.is_neg():
+            checks.refuse(op, argument, "a tensor that holds its values", "one with the negative bit")
+        if place >= 0:
+            name = ("weight", *inputs)[place]
+            checks.refuse(op, argument, f"other memory than that of {name}", f"bytes that {name} holds")
+    if reduced_parameter(op, main_grad, weight, argument) is None:
+        _reduced.pop(main_grad)
 
 
-def _check_reduced(op: str, argument: str, main_grad: Tensor, weight: Tensor) -> None:
+def reduced_parameter(op: str, main_grad: Tensor, weight: Tensor, argument: str = "main_grad") -> Tensor | None:
+    """The weight's parameter, if main_grad is reduced over ranks in place of its gradient. Refuses a main_grad that
+    would have to be."""
+    if not (_HAS_RANKS and dist.is_initialized()):
+        return None
+    if (found := _reduced.get(main_grad)) is not None:  # what was found before holds while nothing of it changes
+        known, reducer, is_ddp = found
+        if known() is weight and (by := reducer()) is not None and getattr(weight, "main_grad", None) is main_grad:
+            active = _DDP._active_ddp_module
+            if not is_ddp or ((active is None or active is by) and _wrappers.get(weight) is reducer):
+                return weight
+    if not (isinstance(weight, Tensor) and weight.requires_grad):
+        return None
     parameter = weight if weight._base is None else weight._base
     shards, wrapper = _shards_of(parameter), None
     if not shards:
         wrapper = _wrapper_of(parameter)
         if wrapper is None:
-            return
-        if not isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            return None
+        if not isinstance(wrapper, _DDP):
             remedy = "weight.grad_dtype = torch.float32 gives it a gradient in float32"
             checks.refuse(op, argument, f"None under fully_shard, which does not reduce it: {remedy}", "a tensor")
         if wrapper.process_group.size() == 1:
-            return
+            return None
         if not any(getattr(hook, "reduces_main_grad", False) for hook, _ in wrapper._comm_hooks):
             remedy = "register warpsmith.distributed.accurate_hook, which reduces weight.main_grad"
             checks.refuse(op, argument, f"None under DistributedDataParallel, or a hook: {remedy}", "a tensor")
@@ -145,7 +148,9 @@ def _check_reduced(op: str, argument: str, main_grad: Tensor, weight: Tensor) ->
     if wrapper is not None and wrapper not in _is_reduced:
         _is_reduced[wrapper] = False
         wrapper.register_forward_pre_hook(_begins)
-    _parameters[main_grad] = weakref.ref(parameter)
+    reducer = weakref.ref(shards[0] if wrapper is None else wrapper)
+    _reduced[main_grad] = weakref.ref(parameter), reducer, wrapper is not None
+    return parameter
 
 
 def is_gathered(parameter: Tensor) -> bool:
@@ -157,7 +162,7 @@ def is_gathered(parameter: Tensor) -> bool:
 
 def _wrapper_of(parameter: Tensor) -> nn.Module | None:
     """The DistributedDataParallel or fully sharded module that holds a parameter."""
-    active: Any = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    active: Any = _DDP._get_active_ddp_module()
     if active is not None and not parameter.is_leaf:
         return active
     if active is not None and _known(parameter) is not active:
@@ -184,7 +189,7 @@ def _find_wrappers() -> None:
 
     wrappers, parameters = [], []
     for o in gc.get_objects():
-        if issubclass(type(o), (nn.parallel.DistributedDataParallel, FSDPModule)):
+        if issubclass(type(o), (_DDP, FSDPModule)):
             wrappers.append(o)
         elif type(o) is nn.Parameter:
             parameters.append(o)

@@ -65,8 +65,9 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """``activation(input @ weight^T + bias) + residual``."""
-        main_grad = getattr(self.weight, "main_grad", None) if self.fuse_main_grad else None
-        return linear(input, self.weight, self.bias, self.activation, residual=residual, main_grad=main_grad)
+        weight = self.weight
+        main_grad = getattr(weight, "main_grad", None) if self.fuse_main_grad else None
+        return linear(input, weight, self.bias, self.activation, residual=residual, main_grad=main_grad)
 
     def extra_repr(self) -> str:
         main_grad = ", fuse_main_grad=True" if self.fuse_main_grad else ""

@@ -5,17 +5,27 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from warpsmith import _C
 from warpsmith._core import checks
-from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
-from warpsmith._core.main_grad import PLAIN, Destination, check_main_grad
+from warpsmith._core.library import (
+    Gradients,
+    Saved,
+    Wants,
+    _without_wrapper,
+    call_raw,
+    differentiable,
+    raw,
+    register_fake,
+)
+from warpsmith._core.main_grad import PLAIN, Destination, adds_to_main_grad, check_main_grad, reduced_parameter
 from warpsmith.ops._activation import gelu, silu
 from warpsmith.ops.activation import geglu, reglu, swiglu
 
@@ -73,8 +83,14 @@ _OWN_PAYS = 3e10 if _OWN != "0" else float("inf")
 
 # Asked of x, weight and bias. Torch itself refuses a weight of another dtype than x's, but under autocast, where both
 # are cast, and a bias of another number of elements than the weight's rows, but one. float64 runs on the CPU alone.
-# None: size and gradients decide.
-_is_plain_layer = _C.plain_layers(Tensor.__dlpack_c_exchange_api__, PLAIN, torch.is_grad_enabled, _OWN_PAYS)
+# None: size and gradients decide. With a main_grad: in none of the modes in which `differentiable` goes other ways.
+_MODES = (
+    torch.is_grad_enabled,
+    torch._C._is_any_autocast_enabled,
+    torch._C._are_functorch_transforms_active,
+    torch._C._is_tracing,
+)
+_is_plain_layer = _C.plain_layers(Tensor.__dlpack_c_exchange_api__, PLAIN, _MODES, _OWN_PAYS)
 
 
 @functools.cache
@@ -407,9 +423,13 @@ def _linear_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     return gradients | {"x": dx, "weight": dweight, "bias": dbias}
 
 
+def _refuse_second_derivative() -> NoReturn:
+    checks.refuse(LINEAR, "main_grad", "None where a second derivative is taken", "a tensor")
+
+
 def _linear_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     if saved.destination.takes(wants.weight) is not None:
-        checks.refuse(LINEAR, "main_grad", "None where a second derivative is taken", "a tensor")
+        _refuse_second_derivative()
     dz, x = dy, saved.x
     if saved.activation != NONE:
         derivative = _value_and_derivative(_layer(x, saved.weight, saved.bias), saved.activation, saved.z)[1]
@@ -490,8 +510,51 @@ def _gated_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     return dict(zip(_OF_GATED, (dx + dx_up, dgate_weight, dup_weight, dgate_bias, dup_bias), strict=True))
 
 
+class _WithMainGrad(torch.autograd.Function):
+    """The weight has a gradient. kept: bias, of which the backward reads the shape alone, main_grad, and the parameter
+    of one that is reduced over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: tuple[Tensor | None, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.kept = kept
+        ctx.set_materialize_grads(False)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        if dy is None:
+            return None, None, None, None
+        if torch.is_grad_enabled():
+            _refuse_second_derivative()
+        x, weight = ctx.saved_tensors
+        bias, main_grad, parameter = ctx.kept
+        of_x, _, of_bias, _ = ctx.needs_input_grad
+        if parameter is not None:
+            adds_to_main_grad(LINEAR, parameter)
+        add_to = _raw_main_grad if is_dynamo_compiling() else _add_to
+        dx, dbias = call_raw(add_to, dy, x, weight, bias, dy, main_grad, NONE, of_x, of_bias, False)
+        dweight = torch.zeros_like(weight) if parameter is None else None
+        return dx if of_x else None, dweight, dbias if of_bias else None, None
+
+
+_WithMainGrad.__name__ = _WithMainGrad.__qualname__ = LINEAR
+_WithMainGrad._backward_cls.__name__ = _WithMainGrad._backward_cls.__qualname__ = f"{LINEAR}Backward"
+_with_main_grad = super(torch.autograd.Function, _WithMainGrad).apply
+
+
+def with_main_grad(x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor | None:
+    """:func:`linear` with a main_grad where its product is torch's, in less of the host's time; else None."""
+    if is_dynamo_compiling() or not _MAY_BE_TORCHS or forward_ad._current_level >= 0:
+        return None
+    if not _is_plain_layer(x, weight, bias, main_grad):
+        return None
+    return _with_main_grad(x, weight, bias, (bias, main_grad, reduced_parameter(LINEAR, main_grad, weight)))
+
+
 _raw_linear_backward = raw.linear_backward.default
 _raw_main_grad = raw.linear_backward_main_grad.default
+_add_to = _without_wrapper(_raw_main_grad)
 _raw_mlp_backward = raw.mlp_backward.default
 _raw_gated_backward = raw.gated_linear_backward.default
 _raw_gated_main_grads = raw.gated_linear_backward_main_grads.default

@@ -68,9 +68,13 @@ def linear(
     """
     if batch_invariant is not False:
         checks.flags(_LINEAR, batch_invariant=batch_invariant)
-    elif activation is None and residual is None and main_grad is None and _linear.is_torchs(x, weight, bias):
+    elif activation is None and residual is None:
         try:
-            return functional.linear(x, weight, bias)
+            if main_grad is None:
+                if _linear.is_torchs(x, weight, bias):
+                    return functional.linear(x, weight, bias)
+            elif (y := _linear.with_main_grad(x, weight, bias, main_grad)) is not None:
+                return y
         except RuntimeError:
             pass  # the op says what does not fit
     number = _linear.activation_number(_LINEAR, activation, none_allowed=True)

@@ -1,6 +1,6 @@
 """A DDP communication hook: 16 bits on the wire, float32 sums in rank order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, overload
 
@@ -190,26 +190,33 @@ def _average_bucket(
 def _pieces(bucket: GradBucket, params: list[Tensor]) -> list[Tensor]:
     """What is to be averaged of a bucket: each main_grad, in the place of its parameter's gradient, and what lies
     between. A main_grad takes what other ops gave the parameter as its gradient; without any, DDP has put zeros."""
-    buffer, found, begin, end = bucket.buffer(), [], 0, 0
-    if not any(isinstance(getattr(p, "main_grad", None), Tensor) for p in params):
-        return [buffer]
-    for p, gradient in zip(params, bucket.gradients(), strict=True):
-        main_grad = getattr(p, "main_grad", None)
-        if isinstance(main_grad, Tensor):
-            if begin < end:
-                found.append(buffer[begin:end])
-            begin = end + gradient.numel()
-            if not is_dense(main_grad) or main_grad.shape != p.shape or not main_grad.is_floating_point():
-                expected = f"dense floating point numbers {tuple(p.shape)}"
-                raise ValueError(
-                    f"accurate_hook: main_grad: expected {expected}, got {main_grad.dtype} {tuple(main_grad.shape)}"
-                )
-            if p.grad is not None:
-                main_grad.add_(gradient)
-                gradient.zero_()
-            found.append(main_grad.as_strided((main_grad.numel(),), (1,)))
-        end += gradient.numel()
-    return [*found, buffer[begin:end]] if begin < end else found
+    main_grads = [getattr(p, "main_grad", None) for p in params]
+    if not any(isinstance(t, Tensor) for t in main_grads):
+        return [bucket.buffer()]
+    sizes: list[int] = []
+    owners: list[Any] = []  # of main_grads; None for what lies between
+    for p, main_grad in zip(params, main_grads, strict=True):
+        fused = isinstance(main_grad, Tensor)
+        if fused or not owners or owners[-1] is not None:
+            owners.append(p if fused else None)
+            sizes.append(0)
+        sizes[-1] += p.numel()
+    pieces = list(bucket.buffer().split(sizes))
+    for i, p in enumerate(owners):
+        if p is None:
+            continue
+        main_grad = p.main_grad
+        if not is_dense(main_grad) or main_grad.shape != p.shape or not main_grad.is_floating_point():
+            expected = f"dense floating point numbers {tuple(p.shape)}"
+            raise ValueError(
+                f"accurate_hook: main_grad: expected {expected}, got {main_grad.dtype} {tuple(main_grad.shape)}"
+            )
+        if p.grad is not None:
+            gradient = pieces[i].view(p.shape)
+            main_grad.add_(gradient)
+            gradient.zero_()
+        pieces[i] = main_grad.as_strided(pieces[i].shape, (1,))
+    return pieces
 
 
 @contextmanager
@@ -242,20 +249,33 @@ def _average(pieces: list[Tensor], group: ProcessGroup | None, sent_as: torch.dt
     peers = peer_memory(group, device, user) if sent_as != torch.float64 else "float64"
     if not isinstance(peers, str):
         one = pieces[0] if len(pieces) == 1 else torch.empty(count, dtype=sent_as, device=device)
-        if len(pieces) > 1:
-            torch._foreach_copy_(one.split(sizes), pieces)
+        pairs = by_dtype(one.split(sizes), pieces) if len(pieces) > 1 else []
+        for places, some in pairs:
+            torch._foreach_copy_(places, some)
         average_whole(one, peers, sent_as) if whole else average_by_peers(one, peers, sent_as, part)
-        if len(pieces) > 1:
-            torch._foreach_copy_(pieces, one.split(sizes))
+        for places, some in pairs:
+            torch._foreach_copy_(some, places)
         return
     sent = torch.empty(ranks * part, dtype=sent_as, device=device)
-    places = sent[:count].split(sizes)
-    torch._foreach_copy_(places, pieces)
+    pairs = by_dtype(sent[:count].split(sizes), pieces)
+    for places, some in pairs:
+        torch._foreach_copy_(places, some)
     sent[count:].zero_()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     _all_gather(sent, mean_in_rank_order(received.view(ranks, part)), group=group)
-    torch._foreach_copy_(pieces, places)
+    for places, some in pairs:
+        torch._foreach_copy_(some, places)
+
+
+def by_dtype(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Tensors of one dtype each, and their places: of mixed lists torch copies one tensor after the other."""
+    found: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, t in zip(places, tensors, strict=True):
+        of_dtype = found.get(t.dtype) or found.setdefault(t.dtype, ([], []))
+        of_dtype[0].append(place)
+        of_dtype[1].append(t)
+    return list(found.values())
 
 
 def average_whole(gradients: Tensor, peers: PeerMemory, sent_as: torch.dtype) -> None:

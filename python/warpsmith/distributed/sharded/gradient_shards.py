@@ -20,7 +20,7 @@ from warpsmith._core.raw_step import rank_mean
 from warpsmith._core.tensor_list import same_layout
 from warpsmith.distributed.agreement import require_agreement
 from warpsmith.distributed.exchange import rank_and_size
-from warpsmith.distributed.gradients.hook import _all_gather, mean_in_rank_order, side_stream
+from warpsmith.distributed.gradients.hook import _all_gather, by_dtype, mean_in_rank_order, side_stream
 from warpsmith.distributed.gradients.peer_memory import PeerMemory, peer_memory
 from warpsmith.distributed.sharded.shards import Bucket, Fragment
 from warpsmith.ops._scaled_linear import in_fp8
@@ -235,8 +235,8 @@ class GradientShards:
                 to.append(sent[f.offset : end])
                 of.append(gradient[f.start : f.start + f.count])
             sent[end : f.offset + f.padded].zero_()
-        if to:
-            torch._foreach_copy_(to, of)
+        for places, some in by_dtype(to, of):
+            torch._foreach_copy_(places, some)
         own = bucket.parts[self.rank]
         received = sent.new_empty(self.world_size * own)
         work = dist.all_to_all_single(
@@ -270,8 +270,8 @@ class GradientShards:
                 else:
                     to.append(box)
                     of.append(gradient[f.start : f.start + f.count])
-            if to:
-                torch._foreach_copy_(to, of)
+            for places, some in by_dtype(to, of):
+                torch._foreach_copy_(places, some)
             peers.barrier(self._turn)
             if own:
                 rank_mean(boxes[self.rank][:, :own], [mean])

@@ -218,9 +218,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the parameters (or fills them with zeros) and the averaged ones of the fragments.
         Fills every ``main_grad`` with zeros."""
-        for p in all_params(self._whole.param_groups):
-            if isinstance(main_grad := getattr(p, "main_grad", None), Tensor):
-                main_grad.zero_()
+        params = list(all_params(self._whole.param_groups))
+        main_grads = [to for p in params if isinstance(to := getattr(p, "main_grad", None), Tensor)]
+        if main_grads:
+            torch._foreach_zero_(main_grads)
+        for p in params:
             if set_to_none:
                 p.grad = None
             elif p.grad is not None:
