@@ -46,7 +46,10 @@ def plain(logits, target, class_weight, ignore_index, reduction, label_smoothing
     loss = rows if reduction == "none" else F.cross_entropy(flat, labels, reduction=reduction, **options)
     if not z_loss:
         return loss
-    extra = (z_loss * z.logsumexp(-1).square()).where(target != ignore_index, 0)
+    # The exact result: exp(z - logsumexp) would lose the digits that the largest logit has before the point.
+    largest = z.detach().amax(-1).nan_to_num() if z.dtype == FP64 else z.new_zeros(())
+    lse = (z - largest[..., None]).logsumexp(-1) + largest
+    extra = (z_loss * lse.square()).where(target != ignore_index, 0)
     if reduction == "none":
         return loss + extra
     if reduction == "sum":
