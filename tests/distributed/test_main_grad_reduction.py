@@ -322,7 +322,8 @@ def test_several_backwards_under_ddp(rank, world_size, checkpointed):
 
 
 class EveryOp(nn.Module):
-    """All uses of a main_grad, each of a weight of its own; one weight lies transposed, one is the embedding too."""
+    """All uses of a main_grad, each of a weight of its own; one weight is given transposed, one is the embedding
+    too, and lies by columns."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -330,6 +331,7 @@ class EveryOp(nn.Module):
         self.plain, self.transposed, self.gate, self.up, self.head, self.rows = nn.ParameterList(
             [(torch.randn(WIDTH, WIDTH) / 4).to(dtype) for _ in range(6)]
         )
+        self.head.data = self.head.data.t().contiguous().t()
         for p in self.parameters():
             p.main_grad = torch.zeros(WIDTH, WIDTH)
 

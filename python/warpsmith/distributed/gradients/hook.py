@@ -212,7 +212,8 @@ def _pieces(bucket: GradBucket, params: list[Tensor]) -> list[Tensor]:
                 f"accurate_hook: main_grad: expected {expected}, got {main_grad.dtype} {tuple(main_grad.shape)}"
             )
         if p.grad is not None:
-            gradient = pieces[i].view(p.shape)
+            # DDP lets it lie as the parameter does, and bucket.gradients() does not say so.
+            gradient = pieces[i].as_strided(p.shape, p.stride()) if is_dense(p) else pieces[i].view(p.shape)
             main_grad.add_(gradient)
             gradient.zero_()
         pieces[i] = main_grad.as_strided(pieces[i].shape, (1,))
