@@ -26,6 +26,7 @@ struct NormInputs {
   OptionalTensor residual = {}, weight = {}, bias = {};  // present if the op's row has them
   OptionalTensor seed = {};                              // none: no dropout
   double p = 0, eps = 0, weight_offset = 0;
+  bool as_added = false;
 };
 
 struct NormOutputs {
@@ -35,6 +36,9 @@ struct NormOutputs {
 
 // What an op gives beside its public outputs.
 enum class NormKind { inference, forward, fp8 };
+
+// A backward makes the cast of what was added before again: with its bits, so in its order (`as_added`).
+constexpr bool is_made_again(Norm op, NormKind kind) { return op == Norm::rms_norm && kind == NormKind::fp8; }
 
 NormOutputs norm_forward(Norm norm, const NormInputs& in, NormKind kind) {
   const bool with_statistics = kind != NormKind::inference, with_cast = kind == NormKind::fp8;
@@ -88,6 +92,7 @@ NormOutputs norm_forward(Norm norm, const NormInputs& in, NormKind kind) {
   p.columns = x.columns;
   p.eps = in.eps;
   p.weight_offset = in.weight_offset;
+  p.as_added = in.as_added;
   run_on(
       op, in.x,
       [&](void* stream) {
@@ -239,7 +244,8 @@ template <Norm op, NormKind kind> void forward(StableIValue* stack, uint64_t, ui
                       .seed = arguments.read_if<OptionalTensor>(row.dropout),
                       .p = arguments.read_if<double>(row.dropout),
                       .eps = arguments.read<double>(),
-                      .weight_offset = arguments.read_if<double>(!row.layer)};
+                      .weight_offset = arguments.read_if<double>(!row.layer),
+                      .as_added = arguments.read_if<bool>(is_made_again(op, kind))};
   const NormOutputs out = norm_forward(op, in, kind);
   Results results(stack);
   results.write(out.y);
@@ -295,7 +301,8 @@ std::string forward_schema(Norm op, const char* suffix, NormKind kind) {
   const auto [layer, residual, dropout] = row_of(op);
   return std::string(name(op)) + suffix + "(Tensor x, " + text_if(residual, "Tensor residual, ") + "Tensor? weight, " +
          text_if(layer, "Tensor? bias, ") + text_if(dropout, "Tensor? seed, float p, ") + "float eps" +
-         text_if(!layer, ", float weight_offset") + ") -> (Tensor y" + text_if(residual, ", Tensor residual_out") +
+         text_if(!layer, ", float weight_offset") + text_if(is_made_again(op, kind), ", bool as_added=False") +
+         ") -> (Tensor y" + text_if(residual, ", Tensor residual_out") +
          text_if(with_statistics && layer, ", Tensor mean") + text_if(with_statistics, ", Tensor rstd") +
          text_if(with_cast, ", Tensor data, Tensor scale, Tensor counts") + ")";
 }

@@ -196,6 +196,12 @@ constexpr NormConfig shared(const NormProblem& p, int64_t vectors) {
 constexpr NormConfig choose_norm_forward(const NormProblem& p) {
   using namespace norm_detail;
   using norm::Scope;
+  if (p.as_added) {
+    NormProblem added = p;
+    added.residual_bytes = p.element_bytes, added.as_added = false;
+    const NormConfig c = choose_norm_forward(added);
+    return c.instance < 0 ? c : in_registers(p, c.scope, c.lanes, c.vectors, c.threads, c.cluster, c.why);
+  }
   if (!vectors_fit(p)) return looped(p, kMaxBlocks, kNormNotVectors);
   const int64_t vectors = p.columns / vector_elems(p);
   if (const NormConfig c = in_a_warp(p, vectors); c.instance >= 0) return c;

@@ -36,6 +36,7 @@ Status problem_of(const NormForwardParams& p, NormProblem* out) {
                        rows_on_16_bytes(p.residual, p.residual_stride, p.rows, p.residual_dtype) &&
                        on_16_bytes(p.residual_out) && on_16_bytes(p.weight) && on_16_bytes(p.bias);
   out->affine_as_x = p.weight && (!row_of(p.op).layer || p.bias) && p.weight_dtype == p.dtype && p.weight_offset == 0;
+  out->as_added = p.as_added;
   return problem_of(p, aligned, out);
 }
 

@@ -46,6 +46,7 @@ struct NormForwardParams {
   Dtype residual_dtype = Dtype::float32;  // dtype, or float32 beside a 16-bit dtype; dtype without a residual
   Dtype weight_dtype = Dtype::float32;    // dtype, or float32 beside a 16-bit dtype
   Float8Rows cast = {};                   // beside y; CUDA alone
+  bool as_added = false;                  // as in NormProblem
 };
 
 // With s_hat = (s - mean) * rstd (mean = 0 for rms) and g = dy * (weight + weight_offset):

@@ -20,6 +20,7 @@ struct NormProblem {
   int max_shared_bytes = 227 * 1024;  // most dynamic shared memory per block
   int code_capability = 90;           // architecture of the code that runs: clusters and bulk copies need 90
   bool affine_as_x = true;            // forward: a weight (and bias) is given, in the dtype of x, without an offset
+  bool as_added = false;              // forward without a residual: adds up a row in the order of the op with one
 
   constexpr bool clusters() const { return code_capability >= 90; }
 };

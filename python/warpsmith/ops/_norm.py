@@ -54,7 +54,7 @@ def _source(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Source | None:
         return None
 
     def cast(normed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        *_, data, scale, _ = call_raw(_rms_norm_fp8, normed, weight, eps, offset)
+        *_, data, scale, _ = call_raw(_rms_norm_fp8, normed, weight, eps, offset, len(tensors) == 2)
         return data, scale
 
     return Source(cast, normed, weight)
@@ -150,7 +150,7 @@ def norm(op: str) -> Callable:
 
     def fake_fp8(*inputs: Any) -> tuple[Tensor, ...]:
         check_dtype(op, "x", inputs[0].dtype, FLOATS)
-        y, *others = fake_forward(*inputs)
+        y, *others = fake_forward(*inputs[: len(arguments)])
         return y, *others, *fake_rows(y)
 
     # What the raw backward takes between the incoming gradients and `want_dx`, and of `wants` after that.
