@@ -78,8 +78,8 @@ def test_what_was_built_for_training_does_not_serve_the_tests(tmp_path):
     assert BUILDS in commands("train", tmp_path, gpu=True)
 
 
-def test_tests_run_in_two_processes_and_ci_calls_the_same(tmp_path):
-    assert "-m pytest -n 2 --dist loadgroup" in commands("test", tmp_path)
+def test_tests_run_in_three_processes_and_ci_calls_the_same(tmp_path):
+    assert "-m pytest -n 3 --dist loadgroup" in commands("test", tmp_path)
     assert "test ARGS=--full\n" in (ROOT / ".ci/run").read_text()
 
 
