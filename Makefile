@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS ?=
 PYTHON ?= python3
-PROCESSES ?= 3# one more than two cores: ranks and programs wait for each other a sixth of the time
+PROCESSES ?= 3# one more than two cores: ranks and programs wait for each other
 
 # Where ccache is installed, it compiles.
 ifneq ($(shell command -v ccache),)

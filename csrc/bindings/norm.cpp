@@ -37,7 +37,8 @@ struct NormOutputs {
 // What an op gives beside its public outputs.
 enum class NormKind { inference, forward, fp8 };
 
-// A backward makes the cast of what was added before again: with its bits, so in its order (`as_added`).
+// The backward of 8-bit layers casts the sum that add_rms_norm normed once more. `as_added`: a row is added up in the
+// order of add_rms_norm, so that the bits are equal.
 constexpr bool is_made_again(Norm op, NormKind kind) { return op == Norm::rms_norm && kind == NormKind::fp8; }
 
 NormOutputs norm_forward(Norm norm, const NormInputs& in, NormKind kind) {

@@ -208,9 +208,8 @@ const RegisterBinder registered([](py::module_& m) {
       },
       py::arg("exchange_api"), py::arg("types"),
       "A function of a main_grad, its weight and other tensors or None: the number, from 0 for the weight, of the "
-      "first "
-      "that shares bytes with main_grad. None does: -1 if all are of these types and main_grad can take the weight's "
-      "gradient, else -2.");
+      "first that shares bytes with main_grad. If none does: -1 where all are of these types and main_grad can take "
+      "the weight's gradient, else -2.");
 });
 
 }  // namespace

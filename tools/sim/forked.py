@@ -1,5 +1,9 @@
-"""Sessions of pytest that begin as copies of a process which has imported torch: two seconds less for each."""
+"""Sessions of pytest that begin as copies of a process which has imported torch.
 
+`tests/nn/test_options.py -k "new_module and BiasGELU"` takes 0.6 s so, and 2.6 s as a process of its own (two cores).
+"""
+
+import contextlib
 import gc
 import json
 import os
@@ -14,11 +18,11 @@ from pathlib import Path
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
-    """It ends with this process, which holds the other end of its pipe."""
+def _server() -> subprocess.Popen[bytes]:
+    """It ends with this process, which holds the other end of its pipe. Without buffers: select sees the pipe alone."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # which OpenMP reads when it is loaded
     command = [sys.executable, __file__]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment)
 
 
 def pytest(
@@ -33,13 +37,14 @@ def pytest(
     with tempfile.TemporaryDirectory() as written:
         files = [Path(written) / name for name in ("out", "error")]
         call = command, str(folder), {**os.environ, **environment}, [str(file) for file in files]
-        print(json.dumps(call), file=server.stdin, flush=True)
+        server.stdin.write(json.dumps(call).encode() + b"\n")
         child, late = int(server.stdout.readline()), False
         for number, left in ((signal.SIGTERM, timeout), (signal.SIGKILL, 5)):
             if select.select([server.stdout], [], [], left)[0]:
                 break
             late = True
-            os.kill(child, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(child, number)
         status = int(server.stdout.readline())
         out, error = (file.read_text(errors="replace") for file in files)
     if late:
