@@ -159,21 +159,21 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line("\n".join(figures))
     if dumped := [path for name, path in properties if name == "sim coverage"]:
         terminalreporter.section("coverage of device code and launchers on the CPU")
-        table, low = merged_coverage(dumped)
-        terminalreporter.write_line(table)
-        for line in low:
-            terminalreporter.write_line(line, red=True)
+        terminalreporter.write_line(merged_coverage(dumped)[0])
     tiers.print_times(terminalreporter, terminalreporter.config.stash[tiers.PLAN])
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's summary: what fails here is the last line but make's
 def pytest_sessionfinish(session):
     """A session that ran every sim test fails below the floor of coverage."""
+    yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or hasattr(session.config, "workerinput"):
         return
     passed = [r for r in reporter.stats.get("passed", []) if r.when == "call"]
     dumped = [path for r in passed for name, path in r.user_properties if name == "sim coverage"]
-    if dumped and merged_coverage(dumped)[1]:
+    for line in merged_coverage(dumped)[1] if dumped else []:
+        reporter.write_line(f"FAILED coverage of device code: {line}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -78,7 +78,7 @@ FEWER = {"asan": {SCHEDULES: "1", RANDOM_SHARE: "16"}, "tsan": {SCHEDULES: "2", 
 BY_ANOTHER = {"quantize": ("test_linear_scaled",)}
 # All of whose modules run.
 WHOLE = (
-    *("test_activation", "test_attention", "test_cross_entropy", "test_linear"),
+    *("test_activation", "test_attention", "test_batch_norm", "test_cross_entropy", "test_linear"),
     *("test_norm", "test_quantize", "test_rope"),
 )
 # Modules without specs that run whole; on other machines than the first, their tests of a device.
@@ -87,7 +87,7 @@ BESIDE = [TESTS / f"{name}.py" for name in (
     "ops/test_optim", "optim/test_adamw", "optim/test_clip", "optim/test_eight_bit", "optim/test_ema",
     "optim/test_fp8_weights", "optim/test_fuse", "optim/test_gradient_dtypes", "optim/test_kernels", "optim/test_lamb",
     "optim/test_layouts", "optim/test_muon", "optim/test_optimizers", "optim/test_precision", "optim/test_random_lists",
-    "optim/test_refinements", "optim/test_second_turns", "optim/test_tables", "nn/test_sync_batch_norm",
+    "optim/test_refinements", "optim/test_second_turns", "optim/test_tables",
     "amp/test_grad_scaler", "amp/test_kept_table", "amp/test_overflows",
 )]  # fmt: skip
 

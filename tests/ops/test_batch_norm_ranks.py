@@ -6,7 +6,6 @@ import torch.nn.functional as F
 import warpsmith
 from torch import nn
 from warpsmith.testing import measure, run_ranks
-from warpsmith.testing.sim import is_loaded
 
 from tests.dispatched import Beside
 
@@ -55,10 +54,10 @@ def test_ranks_together_obey_the_law_of_one(ranks, device):
 
 
 @pytest.mark.parametrize("ranks", SHARES)
-@pytest.mark.parametrize("device", ["sim-"] if is_loaded() else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_kernels_of_ranks_obey_the_law_of_one(ranks, device):
     """The ranks' calls in one process, in turn."""
-    raw, device, found = torch.ops.warpsmith, device.replace("sim-", "cpu"), [[] for _ in range(ranks)]
+    raw, found = torch.ops.warpsmith, [[] for _ in range(ranks)]
     for dtype in DTYPES:
         (x, residual, dy), pair = whole_batch(dtype)
         pair = [t.to(device) for t in pair]
