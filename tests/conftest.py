@@ -14,6 +14,7 @@ same content may answer from the store (tools/sim/store.py); ``--no-cache`` runs
 import gc
 import hashlib
 import importlib.util
+import math
 import os
 import sys
 import types
@@ -142,13 +143,12 @@ def verdicts(record_property):
 
 @pytest.fixture
 def sanitizers(request):
-    """The seconds that the session's processes have spent on sanitizers; a test that comes when they are used up is
-    skipped."""
+    """The seconds that the session's processes may spend on sanitizers; a test that they do not suffice for is skipped
+    where it calls ``begin``."""
     plan = request.config.stash[tiers.PLAN]
-    spent = tiers.Spent.of(plan)
-    if plan.whole and not request.config.getoption("--slow") and spent.seconds() > tiers.SANITIZERS_S:
-        spent.used_up = f"{tiers.SANITIZERS_S} s of sanitizers are used up; --slow runs all"
-    return spent
+    limited = plan.whole and not request.config.getoption("--slow")
+    budget = tiers.SANITIZERS_S if limited else math.inf
+    return tiers.Spent.of(plan, budget, plan.expected(tiers.group_of(request.node)))
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -177,13 +177,29 @@ def pytest_sessionfinish(session):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def imported_files():
+    """Of the repository; of an installed package those that it was made from."""
+    import warpsmith
+
+    folders = {ROOT: "", Path(warpsmith.__file__).parent: "python/warpsmith/"}
+    files = [Path(m.__file__) for m in [*sys.modules.values()] if getattr(m, "__file__", None)]
+    places = {
+        f"{to}{f.relative_to(folder)}" for folder, to in folders.items() for f in files if f.is_relative_to(folder)
+    }
+    return {place for place in places if place.endswith(".py") and not place.startswith(".")}
+
+
 def pytest_unconfigure(config):
+    if config.getoption("--sim"):
+        print(library.IMPORTED + " ".join(sorted(imported_files())))
     if path := os.environ.get(library.LAUNCHES):
         from warpsmith.testing import sim
 
         sim.write_launched_kernels(path)
     if not hasattr(config, "workerinput"):
-        tiers.Spent.of(config.stash[tiers.PLAN]).file.unlink(missing_ok=True)
+        spent = tiers.Spent.of(config.stash[tiers.PLAN], 0).file
+        for file in (spent, spent.with_suffix(".lock")):
+            file.unlink(missing_ok=True)
 
 
 def merged_coverage(dumped):

@@ -57,8 +57,8 @@ def test_kernels_on_the_host(test: Path, variant: str, verdicts, sanitizers, fig
             counted.write_text(known.value)
             record_property("sim coverage", str(counted))
         return
-    if variant != "coverage" and not always and sanitizers.used_up:
-        pytest.skip(sanitizers.used_up)
+    if variant != "coverage" and not always and not sanitizers.begin():
+        pytest.skip(tiers.SANITIZED)
     counts = None
     if variant == "coverage":
         result, folder = device_coverage.run(test, FLAGS[variant])
@@ -75,7 +75,7 @@ def test_kernels_on_the_host(test: Path, variant: str, verdicts, sanitizers, fig
     program = build.made_from(build.BUILD / variant / test.stem)
     verdicts.keep(sim_key(program, variant), counted.read_text() if counts else None)
     if variant != "coverage":
-        sanitizers.add(time.monotonic() - started)
+        sanitizers.end(time.monotonic() - started)
     figure(f"{test.stem} [{variant}]: built and run in {time.monotonic() - started:.1f} s")
 
 

@@ -223,8 +223,27 @@ def test_named_files_run_whole() -> None:
 
 
 def test_a_budget_is_shared_by_processes(tmp_path: Path) -> None:
-    spent = tiers.Spent(tmp_path / "spent")
-    assert spent.seconds() == 0
-    spent.add(2.5)
-    tiers.Spent(tmp_path / "spent").add(1)
-    assert spent.seconds() == 3.5
+    first, second, third = (tiers.Spent(tmp_path / "spent", 10, expected) for expected in (7, 4, 6))
+    assert first.begin() and not second.begin()  # seconds that the first has not spent yet
+    first.end(5)
+    assert first.seconds() == 5 and second.begin() and not third.begin()
+
+
+def test_a_budget_lets_one_test_take_more(tmp_path: Path) -> None:
+    spent = tiers.Spent(tmp_path / "spent", 10, 12)
+    assert spent.begin() and not tiers.Spent(tmp_path / "spent", 10).begin()
+
+
+def test_a_verdict_depends_on_what_its_run_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    files = [tmp_path / name for name in ("imported.py", "other.py")]
+    for file in files:
+        file.write_text("1")
+    kept = verdict.keep_imports("law", {"imported.py"})
+    assert kept == verdict.with_imports("law") != verdict.with_imports("another law")
+    files[1].write_text("22")
+    assert verdict.with_imports("law") == kept
+    files[0].write_text("22")
+    assert verdict.with_imports("law") != kept
+    files[0].unlink()
+    assert verdict.with_imports("law") != kept

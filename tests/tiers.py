@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import store
 
+import build
+
 ROOT = Path(__file__).resolve().parents[1]
 # Tests that ask whether the sources are right, not whether the package works here. Others carry the mark `full`.
 FULL = (
@@ -52,7 +54,8 @@ GUESSES = {
 DURATIONS = store.key("durations of groups of tests")
 LONGEST = 20
 SANITIZERS_S = 240  # of building and running, without --slow; what changed lately comes first
-RECENT_COMMITS = 80  # those of a few days
+SANITIZED = f"{SANITIZERS_S} s of sanitizers are used up; --slow runs all"
+RECENT_COMMITS = 40  # those of a day or two
 
 
 def lately(*folders: Path) -> bool:
@@ -134,19 +137,32 @@ PLAN = pytest.StashKey[Plan]()
 
 
 class Spent:
-    """Seconds that the processes of a session have spent on something that has a budget."""
+    """Seconds that the processes of a session spend on something that has a budget. What is expected of a test is set
+    aside when it begins, so that those that run side by side do not spend the same seconds."""
 
-    used_up = ""  # why no more is spent
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: Path, budget: float, expected: float = 0.0) -> None:
+        self.file, self.budget, self.expected = file, budget, expected
+        self.set_aside = 0.0
 
     @classmethod
-    def of(cls, plan: Plan) -> Spent:
-        return cls(ROOT / "build" / "sessions" / plan.session)
+    def of(cls, plan: Plan, budget: float, expected: float = 0.0) -> Spent:
+        return cls(ROOT / "build" / "sessions" / plan.session, budget, expected)
 
-    def add(self, seconds: float) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
+    def begin(self) -> bool:
+        """Whether the budget has the seconds; of a test that takes more, if it has not been touched."""
+        with build.locked(self.file):
+            spent = self.seconds()
+            if spent and spent + self.expected > self.budget:
+                return False
+            self._add(self.expected)
+        self.set_aside = self.expected
+        return True
+
+    def end(self, seconds: float) -> None:
+        with build.locked(self.file):
+            self._add(seconds - self.set_aside)
+
+    def _add(self, seconds: float) -> None:
         with self.file.open("a") as file:
             file.write(f"{seconds:.3f}\n")
 

@@ -151,20 +151,27 @@ def run(test: Path, arguments: list[str]) -> tuple[subprocess.CompletedProcess[s
     return build.run(program, arguments, folder=folder), beside_notes(folder)
 
 
-def run_law(family: str, machine: str, random: bool) -> Path:
-    """Runs the family's laws on simulated kernels, its own in the coverage build; AssertionError where one fails."""
+def run_law(family: str, machine: str, random: bool) -> tuple[Path, set[str]]:
+    """Runs the family's laws on simulated kernels, its own in the coverage build; AssertionError where one fails.
+
+    Returns the folder of the counts, and what was imported.
+    """
     chosen = library.MACHINES[machine].checks + ("" if random else " and not random_cases")
     built, folder = library.library("coverage", family), emptied(f"law_{family}-{machine}")
     written = {library.LAUNCHES: str(folder / LAUNCHES)}
+    imported = set()
     for checks in library.runs(family, chosen):
         done = library.law(built, checks, timeout=1800, folder=folder, machine=machine, **written)
         assert done.returncode in library.HOLDS, library.failures(done)
-    return beside_notes(folder)
+        imported |= library.imported(done)
+    return beside_notes(folder), imported
 
 
-def law_key(family: str, variant: str, how: object) -> str:
-    tools = [Path(__file__), Path(library.__file__), *library.python_sources()]
-    return verdicts.key("sim law", [library.key(variant, family)], how, tools)
+def law_key(family: str, variant: str, how: object, runs: list[list[str]]) -> str:
+    """Of a run, without what it imports."""
+    named = [[word.removeprefix(f"{build.ROOT}/") for word in words] for words in runs]
+    tools = [Path(__file__), Path(library.__file__)]
+    return verdicts.key("sim law", [library.key(variant, family)], [how, named], tools)
 
 
 def counted_law(family: str, machine: str, random: bool = True) -> tuple[Path, bool]:
@@ -173,15 +180,16 @@ def counted_law(family: str, machine: str, random: bool = True) -> tuple[Path, b
     ``random``: with its random cases.
     """
     counted = build.BUILD / "coverage" / f"law_{family}-{machine}.json"
-    key = law_key(family, "coverage", [machine, random])
-    if known := store.get(key):
+    key = law_key(family, "coverage", [machine, random], library.runs(family))
+    if known := store.get(verdicts.with_imports(key)):
         counted.parent.mkdir(parents=True, exist_ok=True)
         counted.write_text(known.value)
         return counted, True
     counts = Coverage()
-    counts.add(run_law(family, machine, random))
+    folder, imported = run_law(family, machine, random)
+    counts.add(folder)
     counts.dump(counted)
-    store.put(key, counted.read_text())
+    store.put(verdicts.keep_imports(key, imported), counted.read_text())
     return counted, False
 
 

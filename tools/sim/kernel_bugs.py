@@ -12,6 +12,7 @@ Bugs of the machine's own checks are in tests/sim/planted_*.cpp, where a bug cos
 
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -402,7 +403,7 @@ def parts(bug: Bug) -> Iterable[build.Part]:
     return library.parts(bug.variant, bug.family)
 
 
-def noticed(bug: Bug) -> tuple[bool, str]:
+def noticed(bug: Bug) -> tuple[bool, subprocess.CompletedProcess[str]]:
     command = ["-x", *shlex.split(bug.test)]
     if bug.switch:
         result = library.law(_switched_library(bug.family), command, 300, **{SWITCH: str(bug.switch)})
@@ -416,7 +417,7 @@ def noticed(bug: Bug) -> tuple[bool, str]:
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
     printed = result.stdout + result.stderr
-    return result.returncode not in library.HOLDS and bug.noticed_as in printed, printed
+    return result.returncode not in library.HOLDS and bug.noticed_as in printed, result
 
 
 def main() -> int:
@@ -426,7 +427,7 @@ def main() -> int:
         if part not in bug.name:
             continue
         started = time.perf_counter()
-        good, text = noticed(bug)
+        good, result = noticed(bug)
         survivors += not good
         spent = time.perf_counter() - started
         print(
@@ -434,7 +435,7 @@ def main() -> int:
             flush=True,
         )
         if not good:
-            print(text[:2000])
+            print((result.stdout + result.stderr)[:2000])
     return survivors != 0
 
 

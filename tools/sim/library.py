@@ -10,6 +10,7 @@ A variant of tools/sim/build.py (asan, coverage) compiles the kernels of one fam
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ CODE = "WARPSMITH_SIM_CODE"
 SIZE = "WARPSMITH_SIM_MULTIPROCESSORS"
 SCHEDULES, RANDOM_SHARE = "WARPSMITH_SIM_SCHEDULES", "WARPSMITH_SIM_RANDOM_SHARE"  # warpsmith.testing.sim
 LAUNCHES = "WARPSMITH_SIM_LAUNCHES"  # the file to which a run of a law writes the kernels that it launched
+IMPORTED = "imported: "
 PLAIN = "plain"
 
 
@@ -146,12 +148,6 @@ def sanitized_runs(family: str, variant: str) -> list[list[str]]:
     return runs(family, RACES_OF.get(family, RACES) if variant == "tsan" else ADDRESSES)
 
 
-def python_sources() -> list[Path]:
-    """What a verdict of a law depends on beside the library."""
-    tests = (path for room in ("ops", "optim", "amp") for path in (TESTS / room).glob("*.py"))
-    return sorted([*(build.ROOT / "python" / "warpsmith").rglob("*.py"), *tests])
-
-
 def parts(variant: str = PLAIN, family: str = "") -> Iterator[build.Part]:
     """What the library is made of; `family`: whose kernels are of the variant.
 
@@ -168,11 +164,11 @@ def parts(variant: str = PLAIN, family: str = "") -> Iterator[build.Part]:
     kernels = sorted((CSRC / "kernels").rglob("*.cu"))
     for source in kernels:
         if build.family_folder(source).name == family:
-            yield source, [*build.VARIANTS[variant].kernel, f"-I{CSRC}"], build.BUILD / variant
+            yield build.kernel_part(source, variant)
     yield build.machine(variant)
     for source in kernels:
         if build.family_folder(source).name != family:
-            yield source, usual, build.BUILD / PLAIN
+            yield build.kernel_part(source, PLAIN)
     for source in sorted((CSRC / "cpu").rglob("*.cpp")):
         yield source, usual, build.BUILD / PLAIN
     for source in sorted((CSRC / "bindings").rglob("*.cpp")):
@@ -238,6 +234,11 @@ def law(
     if not _sanitizer(variant):
         return forked.pytest(command, timeout, folder, build.ENVIRONMENT | environment)
     return build.execute([sys.executable, "-m", "pytest", *command], timeout, folder, environment)
+
+
+def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
+    """Files of the repository whose modules a run of a law imported, as tests/conftest.py prints them; a crash none."""
+    return {name for line in re.findall(f"^{IMPORTED}(.*)$", done.stdout, re.M) for name in line.split()}
 
 
 def failures(done: subprocess.CompletedProcess[str]) -> str:

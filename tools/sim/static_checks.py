@@ -237,8 +237,8 @@ def launched(lines: list[str]) -> dict[str, Launched]:
 @cache  # asked for three times for each of a family's sources; its key reads all that the laws depend on
 def launches_of_laws(family: str, code: int) -> dict[str, Launched]:
     counts = device_coverage.Coverage()
-    for name, machine in library.MACHINES.items():
-        if machine.code == code:
+    for name in library.COUNTED:
+        if library.MACHINES[name].code == code:
             counts.merge(device_coverage.counted_law(family, name)[0])
     return launched(counts.launches)
 
