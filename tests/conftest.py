@@ -117,9 +117,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Thousands of tests stay to the end: Python's collector need not walk over them each time."""
+    """Thousands of tests stay to the end: Python's collector need not walk over them each time, nor so often."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_runtest_teardown(item):
@@ -190,7 +191,7 @@ def imported_files():
 
 
 def pytest_unconfigure(config):
-    if config.getoption("--sim"):
+    if library.NAMES_IMPORTS in os.environ:
         print(library.IMPORTED + " ".join(sorted(imported_files())))
     if path := os.environ.get(library.LAUNCHES):
         from warpsmith.testing import sim

@@ -29,6 +29,7 @@ CODE = "WARPSMITH_SIM_CODE"
 SIZE = "WARPSMITH_SIM_MULTIPROCESSORS"
 SCHEDULES, RANDOM_SHARE = "WARPSMITH_SIM_SCHEDULES", "WARPSMITH_SIM_RANDOM_SHARE"  # warpsmith.testing.sim
 LAUNCHES = "WARPSMITH_SIM_LAUNCHES"  # the file to which a run of a law writes the kernels that it launched
+NAMES_IMPORTS = "WARPSMITH_SIM_NAMES_IMPORTS"  # where it is set, a session ends with a line that begins
 IMPORTED = "imported: "
 PLAIN = "plain"
 
@@ -224,7 +225,7 @@ def law(
     A crash ends the process: the last line names the test, the machine's message the seed and the thread.
     """
     paths = os.pathsep.join([str(build.ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {VARIABLE: str(built), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    environment = {VARIABLE: str(built), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, NAMES_IMPORTS: "1"}
     environment |= {SCHEDULES: str(MACHINES[machine].schedules)} | _sanitizer(variant)
     environment |= {CODE: str(MACHINES[machine].code), SIZE: str(MACHINES[machine].multiprocessors)} | variables
     command = ["-c", str(build.ROOT / "pyproject.toml"), "--rootdir", str(build.ROOT)]
