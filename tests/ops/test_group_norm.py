@@ -1,4 +1,4 @@
-"""group_norm under the law in NHWC, and what only it has: torch's layouts and refusals, long groups, clusters."""
+"""group_norm under the law in NHWC, and what only it has: torch's layouts and refusals, long groups, sets of blocks."""
 
 import functools
 import warnings
@@ -87,7 +87,8 @@ def floor(case):
 
 def bytes_beside(case, given):
     """A block reads the parameters of its channels once, backward with the statistics. It writes two sums of each
-    channel, which are read once. All tiles of a group but the last are read twice."""
+    channel, which are read once, and to its set two of each group, which every block of it reads. All tiles of a group
+    but the last are read twice."""
     samples, channels, itemsize = case.shape[0], case.shape[-1], case.dtype.itemsize
     pixels = torch.Size(case.shape[1:-1]).numel()
     kinds = {"samples": samples, "pixels": pixels, "channels": channels, "groups": given["num_groups"]}
@@ -102,16 +103,24 @@ def bytes_beside(case, given):
         last = (plan_of["range_channels"] - 1) % tile + 1
         again = plan_of["ranges"] * (plan_of["range_channels"] - last)  # of a sample, channels
         tensors = 1 if kind == "forward" else 2
-        return samples * (plan_of["cluster"] * bytes_of_channel(channels, again) + tensors * itemsize * pixels * again)
+        return samples * (plan_of["set"] * bytes_of_channel(channels, again) + tensors * itemsize * pixels * again)
+
+    def meeting(kind):
+        blocks = plan[kind]["set"]
+        written = 16 * samples * given["num_groups"] * blocks * (blocks > 1)
+        return written * blocks, written
 
     weight, bias = (itemsize * (given[n] is not None) for n in ("weight", "bias"))
-    backward = samples * plan["backward"]["cluster"] * channels
+    backward = samples * plan["backward"]["set"] * channels
     of_table = 8 + weight + bias * needs_bias
     return {
-        "forward": (tables("forward", lambda c, again: c * of_channel), 8 * samples * given["num_groups"]),
+        "forward": (
+            tables("forward", lambda c, again: c * of_channel) + meeting("forward")[0],
+            8 * samples * given["num_groups"] + meeting("forward")[1],
+        ),
         "backward": (
-            tables("backward", lambda c, again: (c + again) * of_table) + sums * backward,
-            16 * backward * (sums > 0) + channels * (weight + bias),
+            tables("backward", lambda c, again: (c + again) * of_table) + sums * backward + meeting("backward")[0],
+            16 * backward * (sums > 0) + channels * (weight + bias) + meeting("backward")[1],
         ),
     }
 
@@ -236,7 +245,7 @@ def test_plan_says_how_a_sample_is_shared():
 @pytest.mark.skipif(not is_loaded(), reason="no simulated kernels in this process (--sim)")
 @pytest.mark.parametrize("multiprocessors", [1, 7, 40])
 @pytest.mark.parametrize("pixels", [700, 9000])  # more than shared memory keeps
-def test_blocks_of_a_cluster_share_a_sample(multiprocessors, pixels):
+def test_blocks_of_a_set_share_a_sample(multiprocessors, pixels):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(1, 24, pixels, generator=g).requires_grad_()
     weight = torch.rand(24, generator=g).requires_grad_()
