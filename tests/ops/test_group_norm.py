@@ -122,6 +122,7 @@ def bytes_beside(case, given):
             tables("backward", lambda c, again: (c + again) * of_table) + sums * backward + meeting("backward")[0],
             16 * backward * (sums > 0) + channels * (weight + bias) + meeting("backward")[1],
         ),
+        "x alone": (0, meeting("backward")[1]),
     }
 
 

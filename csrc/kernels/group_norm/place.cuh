@@ -121,29 +121,28 @@ template <class T, int N, int U, int kTensors> struct Turns {
   // or with `back` that before it.
   __device__ __forceinline__ void fetch(int turn, int turns, int to, bool back) {
     if (turn >= 0 && turn < turns) {
+      const int left = rows - turn * U;
 #pragma unroll
       for (int i = 0; i < kTensors; ++i) {
         const V* row = from[i];
 #pragma unroll
         for (int u = 0; u < U; ++u, row += apart[i]) {
-          const bool there = turn * U + u < rows;
+          const bool there = u < left;
           V* const place = own + to * kTurn + (i * U + u) * kThreads;
           if constexpr (sizeof(V) >= 4)
             device::copy_async<sizeof(V)>(place, row, there);
           else
             device::store(place, there ? device::load(row) : V{});
         }
-        from[i] += back ? -U * apart[i] : U * apart[i];
+        from[i] = back ? row - 2 * U * apart[i] : row;
       }
     }
     device::copy_async_commit();
   }
   // For the oldest of `slots` turns, or for more of them.
   __device__ __forceinline__ void wait() const {
-    if (slots > 5)
-      device::copy_async_wait<5>();
-    else if (slots > 3)
-      device::copy_async_wait<3>();
+    if (slots > 4)
+      device::copy_async_wait<4>();
     else if (slots > 1)
       device::copy_async_wait<1>();
     else
@@ -242,8 +241,8 @@ __device__ __forceinline__ void add_parts(double* totals, int groups) {
 }
 
 // Adds the totals of the blocks of a set, two of each group of a range, in the order of ranks: in `totals` of every
-// block lie its own. Each of the first `groups` threads gets those of one group. While the others' are on their way,
-// meanwhile() is called.
+// block lie its own. Each of the first `groups` threads gets those of one group. While those of the others are on their
+// way, meanwhile() is called; the block then meets, so that all of it sees what that has written to shared memory.
 template <int N, class Meanwhile>
 __device__ __forceinline__ void totals_of_set(const Ranges& r, const Place<N>& at, const double* totals, int groups,
                                               double& first, double& second, const Meanwhile& meanwhile) {
@@ -253,6 +252,7 @@ __device__ __forceinline__ void totals_of_set(const Ranges& r, const Place<N>& a
   if (r.set == 1) {
     if (thread < groups) first = totals[thread], second = totals[kThreads + thread];
     meanwhile();
+    __syncthreads();
     return;
   }
   int* const flags = r.flags + 1 + at.set * r.set;

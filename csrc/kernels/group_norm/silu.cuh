@@ -37,17 +37,17 @@ template <class T, int N> __device__ __forceinline__ void silu(float (&v)[N]) {
   }
 }
 
-// g times the derivative at v.
+// g times the derivative at v. Each has a reciprocal of its own: what is beside it takes as many slots of issue as both
+// special functions take of their unit.
 template <class T, int N> __device__ __forceinline__ void times_silu_derivative(float (&g)[N], const float (&v)[N]) {
-  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
-    float s[N];
-    sigmoids(v, s);
-    // s + s v (1 - s), an operation less where 1 - s need not be exact
 #pragma unroll
-    for (int k = 0; k < N; ++k) g[k] *= fmaf(fmaf(-v[k], s[k], v[k]), s[k], s[k]);
-  } else {
-#pragma unroll
-    for (int k = 0; k < N; ++k) g[k] = activation::Silu<activation::DeviceMath<T>>(v[k]).times_derivative(g[k]);
+  for (int k = 0; k < N; ++k) {
+    if constexpr (sizeof(T) == 2) {
+      const float s = device::sigmoid(v[k]);
+      g[k] *= fmaf(fmaf(-v[k], s, v[k]), s, s);  // s + s v (1 - s), an operation less where 1 - s need not be exact
+    } else {
+      g[k] = activation::Silu<activation::DeviceMath<T>>(v[k]).times_derivative(g[k]);
+    }
   }
 }
 
