@@ -244,16 +244,29 @@ def test_plan_says_how_a_sample_is_shared():
 
 
 @pytest.mark.skipif(not is_loaded(), reason="no simulated kernels in this process (--sim)")
-@pytest.mark.parametrize("multiprocessors", [1, 7, 40])
-@pytest.mark.parametrize("pixels", [700, 9000])  # more than shared memory keeps
-def test_blocks_of_a_set_share_a_sample(multiprocessors, pixels):
+@pytest.mark.parametrize("want_x", [True, False])
+@pytest.mark.parametrize(
+    ("samples", "pixels", "multiprocessors", "blocks"),
+    [(1, 700, 1, 1), (1, 9000, 7, 4), (1, 9000, 40, 16), (3, 6000, 4, 4), (3, 3000, 4, 2)],
+)  # shared memory keeps all of a range, or a part; a set has one range or several
+def test_blocks_of_a_set_share_a_sample(samples, pixels, multiprocessors, blocks, want_x):
+    plan = warpsmith.plan("group_norm", samples=samples, pixels=pixels, channels=24, groups=3, dtype="float32",
+                          multiprocessors=multiprocessors)  # fmt: skip
+    assert plan["forward"]["set"] == blocks
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 24, pixels, generator=g).requires_grad_()
+    x = torch.randn(samples, 24, pixels, generator=g).requires_grad_(want_x)
     weight = torch.rand(24, generator=g).requires_grad_()
-    results = []
-    for function in (warpsmith.group_norm, reference):
-        with sim.machine(multiprocessors=multiprocessors), warnings.catch_warnings():
+    leaves = (x, weight) if want_x else (weight,)
+    expected = None
+    for seed in (None, 0, 2, 3):
+        with sim.machine(multiprocessors=multiprocessors, seed=seed or 0), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            y = function(x, 3, weight, activation="silu")
-            results.append([y, *torch.autograd.grad(y, (x, weight), y.detach().cos())])
-    torch.testing.assert_close(*results)
+            y = (reference if seed is None else warpsmith.group_norm)(x, 3, weight, activation="silu")
+            result = [y, *torch.autograd.grad(y, leaves, torch.cos(torch.arange(y.numel())).view_as(y))]
+        if seed is None:
+            expected = result
+        elif seed == 0:
+            torch.testing.assert_close(result, expected, rtol=2e-5, atol=2e-5)
+            expected = result
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))

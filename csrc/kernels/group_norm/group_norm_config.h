@@ -20,7 +20,7 @@ constexpr int kGroupNormThreads = 256, kGroupNormResident = 2;  // blocks that a
 constexpr int kGroupNormLanes = 128;
 constexpr int kGroupNormRows = 4;                 // vectors of a thread that it takes together, of all tensors: a turn
 constexpr int kGroupNormAhead = 3;                // turns whose copies to shared memory are in flight, at least
-constexpr int kGroupNormSet = 8;                  // blocks that take a range together, at most
+constexpr int kGroupNormSet = 32;                 // blocks that take a range together, at most
 constexpr int kGroupNormStaticBytes = 25 * 1024;  // of shared memory, at most
 
 // A set of `set` blocks takes a range of whole groups of one sample, and each block as many of its pixels. `sets` of
@@ -39,7 +39,7 @@ struct GroupNormConfig {
 };
 
 // The cheapest of all widths of ranges and sizes of sets, by the bytes that a block moves one after the other: what it
-// reads and writes, in sectors of 32 bytes; what it reads once more, from the L2 cache at a third of the price if all
+// reads and writes, in sectors of 32 bytes, twice those that two ranges share; what it reads once more, from the L2 cache at a third of the price if all
 // that resident blocks reread has a place there; and what it could move while it starts and ends, after another kernel
 // that clears the flags of sets, and of each range while it adds up sums and waits for its set, less what the slots take of the next range meanwhile. No range takes less than the wait
 // and its instructions: 1.5 bytes for one of x forward and 3.5 backward, at 0.7 of the slots of issue. A set has at most
@@ -73,7 +73,7 @@ constexpr GroupNormConfig choose_group_norm(const GroupNormProblem& p) {
       c.slots = static_cast<int>(std::min(most, std::max<int64_t>(share / turn_bytes, kGroupNormAhead)));
       c.shared_bytes = static_cast<int>(c.slots * turn_bytes + tables);
       const int64_t bytes = pixels * c.vectors * vector_bytes, row_bytes = c.vectors * vector_bytes;
-      const int64_t sectors = c.ranges == 1 ? row_bytes : ceil_div(row_bytes, int64_t{32}) * 32;
+      const int64_t sectors = c.ranges == 1 ? row_bytes : row_bytes / 32 * 32 + (row_bytes % 32 ? 64 : 0);
       const int64_t kept = c.slots * turn_bytes - p.tensors * bytes;  // less than 0: is read again
       const int64_t again = std::max<int64_t>(0, -kept), wait = kSums + (set > 1 ? kMeeting : 0);
       const int64_t price = c.sets * set * again <= kKept ? again / 3 : again;

@@ -246,6 +246,7 @@ __device__ __forceinline__ void add_parts(double* totals, int groups) {
 template <int N, class Meanwhile>
 __device__ __forceinline__ void totals_of_set(const Ranges& r, const Place<N>& at, const double* totals, int groups,
                                               double& first, double& second, const Meanwhile& meanwhile) {
+  constexpr int kTogether = 8;  // ranks whose loads are in flight
   const int thread = static_cast<int>(threadIdx.x);
   __syncthreads();
   first = second = 0;
@@ -269,17 +270,20 @@ __device__ __forceinline__ void totals_of_set(const Ranges& r, const Place<N>& a
     while (device::load_acquire(flags + thread) < at.round) {}
   __syncthreads();
   if (thread >= groups) return;
-  double firsts[kGroupNormSet] = {}, seconds[kGroupNormSet] = {};
+#pragma unroll 1
+  for (int before = 0; before < r.set; before += kTogether) {
+    double firsts[kTogether] = {}, seconds[kTogether] = {};
 #pragma unroll
-  for (int rank = 0; rank < kGroupNormSet; ++rank) {
-    if (rank < r.set) {
-      const double* const of = sums + rank * 2 * groups + thread;
-      firsts[rank] = device::load(of);
-      seconds[rank] = device::load(of + groups);
+    for (int i = 0; i < kTogether; ++i) {
+      if (const int rank = before + i; rank < r.set) {
+        const double* const of = sums + rank * 2 * groups + thread;
+        firsts[i] = device::load(of);
+        seconds[i] = device::load(of + groups);
+      }
     }
-  }
 #pragma unroll
-  for (int rank = 0; rank < kGroupNormSet; ++rank) first += firsts[rank], second += seconds[rank];
+    for (int i = 0; i < kTogether; ++i) first += firsts[i], second += seconds[i];
+  }
 }
 
 }  // namespace warpsmith::group_norm
