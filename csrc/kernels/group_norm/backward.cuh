@@ -115,15 +115,15 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
   float* const sums = reinterpret_cast<float*>(means);
   const Ranges& r = p.ranges;
   Place<N> at(r, block_number(r, number));
-  RowsOfDyAndX<T, N> rows(at, r, shared);
+  RowsOfDyAndX<T, N> rows(at, r, shared, {p.dy_stride, p.x_stride});
   Channel* channels = static_cast<Channel*>(rows.end(shared));  // of the range at hand; beside it those of the next
   const int in_tables = r.lanes * N;
   Affine* affine = reinterpret_cast<Affine*>(channels + 2 * in_tables);
   const int thread = static_cast<int>(threadIdx.x), groups = at.groups(r);
   const int64_t last = (r.vectors - 1) / r.lanes * r.lanes;  // tile
-  const auto follow = [&](const Place<N>& place, int64_t v, int turn) {
-    rows.follow(0, place, r, p.dy, p.dy_stride, v, turn);
-    rows.follow(1, place, r, p.x, p.x_stride, v, turn);
+  const auto follow = [&](const Place<N>& place, int64_t v, int row) {
+    rows.follow(0, place, r, p.dy, p.dy_stride, v, row);
+    rows.follow(1, place, r, p.x, p.x_stride, v, row);
   };
   const auto fill_channels = [&](const Place<N>& place, int64_t tile, int offset) {
     each_channel<N>(r, tile, [&](int c) {
@@ -249,14 +249,14 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
       const int64_t v = tile + at.lane;
       if (v >= r.vectors) continue;
       if (tile != last) {
-        follow(at, v, rows.turns - 1);
+        follow(at, v, rows.last_row(false));
         rows.begin_backwards();
       } else if (rows.turns > rows.slots) {
-        follow(at, v, rows.turns - 1 - rows.slots);
+        follow(at, v, rows.last_row(true));
       }
       const int64_t step = r.channels / N, apart = at.rows * step;
       Packed<T, N>* const to =
-          vector_at<T, N>(p.dx, at.vector(r, step, v)) + (rows.turns * kRowsOfBoth - 1) * apart;
+          vector_at<T, N>(p.dx, at.vector(r, step, v)) + rows.last_row(false) * apart;
       if (p.silu)
         write_dx<true, T, N>(rows, channels + at.lane, means + at.lane, r.lanes, to, apart, ahead, follow_next);
       else

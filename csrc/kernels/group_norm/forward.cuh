@@ -89,7 +89,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
   WARPSMITH_DYNAMIC_SHARED(shared);
   const Ranges& r = p.ranges;
   Place<N> at(r, block_number(r, number));
-  RowsOfX<T, N> rows(at, r, shared);
+  RowsOfX<T, N> rows(at, r, shared, {p.x_stride});
   Channel* channels = static_cast<Channel*>(rows.end(shared));  // of the range at hand; beside it those of the next
   const int thread = static_cast<int>(threadIdx.x), groups = at.groups(r);
   const int64_t last = (r.vectors - 1) / r.lanes * r.lanes;  // tile
@@ -186,14 +186,14 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
       const int64_t v = tile + at.lane;
       if (v >= r.vectors) continue;
       if (tile != last) {
-        rows.follow(0, at, r, p.x, p.x_stride, v, rows.turns - 1);
+        rows.follow(0, at, r, p.x, p.x_stride, v, rows.last_row(false));
         rows.begin_backwards();
       } else if (rows.turns > rows.slots) {
-        rows.follow(0, at, r, p.x, p.x_stride, v, rows.turns - 1 - rows.slots);
+        rows.follow(0, at, r, p.x, p.x_stride, v, rows.last_row(true));
       }
       const int64_t channel_vectors = r.channels / N, apart = at.rows * channel_vectors;
       Packed<T, N>* const to =
-          vector_at<T, N>(p.y, at.vector(r, channel_vectors, v)) + (rows.turns * kRowsATurn - 1) * apart;
+          vector_at<T, N>(p.y, at.vector(r, channel_vectors, v)) + rows.last_row(false) * apart;
       if (p.silu)
         normalize<true, T, N>(rows, channels + at.lane, r.lanes, to, apart, ahead, follow_next);
       else

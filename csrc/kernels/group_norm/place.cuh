@@ -97,44 +97,47 @@ template <class T, int N, int U, int kTensors> struct Turns {
   static constexpr int kTurn = kTensors * U * kThreads;
   V* own;                   // this thread's first vector of slot 0
   int slots, rows, turns;   // rows: of this thread
-  const V* from[kTensors];  // the first row of the turn to copy
+  const V* from[kTensors];  // the next row to copy
   int64_t apart[kTensors];  // rows of this thread, in vectors
   int slot = 0, step = -1;  // step: to the slot of the next turn
 
-  __device__ __forceinline__ Turns(const Place<N>& at, const Ranges& r, unsigned char* shared)
+  // strides: of the tensors, in vectors.
+  __device__ __forceinline__ Turns(const Place<N>& at, const Ranges& r, unsigned char* shared,
+                                   const int64_t (&strides)[kTensors])
       : own(reinterpret_cast<V*>(shared) + threadIdx.x),
         slots(r.slots),
         rows(at.here ? at.own_rows(r) : 0),
-        turns((rows + U - 1) / U) {}
-  // From the turn `turn` of this thread on, in the vector `v` of the range.
-  __device__ __forceinline__ void follow(int tensor, const Place<N>& at, const Ranges& r, const void* base,
-                                         int64_t stride, int64_t v, int turn = 0) {
-    apart[tensor] = at.rows * stride;
-    from[tensor] = vector_at<T, N>(base, at.vector(r, stride, v)) + turn * U * apart[tensor];
+        turns((rows + U - 1) / U) {
+#pragma unroll
+    for (int i = 0; i < kTensors; ++i) apart[i] = at.rows * strides[i];
   }
+  // From the row `row` of this thread on, in the vector `v` of the range.
+  __device__ __forceinline__ void follow(int tensor, const Place<N>& at, const Ranges& r, const void* base,
+                                         int64_t stride, int64_t v, int row = 0) {
+    from[tensor] = vector_at<T, N>(base, at.vector(r, stride, v)) + row * apart[tensor];
+  }
+  // The row from which the second pass begins to copy: the last before what the slots have, or the last of all.
+  __device__ __forceinline__ int last_row(bool kept) const { return (turns - (kept ? slots : 0)) * U - 1; }
   // Behind all slots.
   __device__ __forceinline__ void* end(unsigned char* shared) const {
     return reinterpret_cast<V*>(shared) + slots * kTurn;
   }
 
-  // Begins the copies of a turn, if it is one of `turns`; behind the last row lie zeros. The next one is that after it,
-  // or with `back` that before it.
-  __device__ __forceinline__ void fetch(int turn, int turns, int to, bool back) {
+  // Begins the copies of a turn, if it is one of `turns`; behind the last row lie zeros. kStep: 1, or -1 backwards.
+  template <int kStep> __device__ __forceinline__ void fetch(int turn, int turns, int to) {
     if (turn >= 0 && turn < turns) {
       const int left = rows - turn * U;
 #pragma unroll
       for (int i = 0; i < kTensors; ++i) {
-        const V* row = from[i];
 #pragma unroll
-        for (int u = 0; u < U; ++u, row += apart[i]) {
-          const bool there = u < left;
+        for (int n = 0; n < U; ++n, from[i] += kStep * apart[i]) {
+          const int u = kStep > 0 ? n : U - 1 - n;
           V* const place = own + to * kTurn + (i * U + u) * kThreads;
           if constexpr (sizeof(V) >= 4)
-            device::copy_async<sizeof(V)>(place, row, there);
+            device::copy_async<sizeof(V)>(place, from[i], u < left);
           else
-            device::store(place, there ? device::load(row) : V{});
+            device::store(place, u < left ? device::load(from[i]) : V{});
         }
-        from[i] = back ? row - 2 * U * apart[i] : row;
       }
     }
     device::copy_async_commit();
@@ -159,7 +162,7 @@ template <class T, int N, int U, int kTensors> struct Turns {
   // Begins the first copies of what comes next, `turns` turns, into the slots that have none of the last `kept` turns.
   __device__ __forceinline__ void begin(int kept, int turns) {
 #pragma unroll 1
-    for (int turn = 0; turn < slots - kept; ++turn) fetch(turn, turns, step > 0 ? slots - 1 - turn : turn, false);
+    for (int turn = 0; turn < slots - kept; ++turn) fetch<1>(turn, turns, step > 0 ? slots - 1 - turn : turn);
   }
   // What was begun is at hand now.
   __device__ __forceinline__ void turn_round() { step = -step; }
@@ -170,7 +173,7 @@ template <class T, int N, int U, int kTensors> struct Turns {
     for (int turn = 0; turn < turns; ++turn) {
       wait();
       visit(turn);
-      fetch(turn + slots, turns, slot, false);
+      fetch<1>(turn + slots, turns, slot);
       slot = beside(slot, step);
     }
     slot = beside(slot, -step);
@@ -179,7 +182,7 @@ template <class T, int N, int U, int kTensors> struct Turns {
   __device__ __forceinline__ void begin_backwards() {
 #pragma unroll 1
     for (int turn = turns - 1; turn >= turns - slots; --turn, slot = beside(slot, -step))
-      fetch(turn, turns, slot, true);
+      fetch<-1>(turn, turns, slot);
   }
   // `ahead`: turns of what comes next; next() follows it.
   template <class Visit, class Next>
@@ -188,9 +191,12 @@ template <class T, int N, int U, int kTensors> struct Turns {
     for (int turn = turns - 1; turn >= 0; --turn) {
       wait();
       visit(turn);
-      const bool again = turn >= slots;
-      if (turn == slots - 1) next();
-      fetch(again ? turn - slots : slots - 1 - turn, again ? turns : ahead, slot, again);
+      if (turn >= slots) {
+        fetch<-1>(turn - slots, turns, slot);
+      } else {
+        if (turn == slots - 1) next();
+        fetch<1>(slots - 1 - turn, ahead, slot);
+      }
       slot = beside(slot, -step);
     }
   }
