@@ -3,8 +3,8 @@
 #include "kernels/group_norm/silu.cuh"
 
 // One kernel: a set of blocks reads dy and x of a range of groups of a sample for two sums a channel, adds them up to
-// those of groups, and makes dx of what shared memory has kept and, read once more, the rest. Each block writes its two sums
-// a channel, from which `sum_partials` makes dweight and dbias. Writes dx once, in a fixed order.
+// those of groups, and makes dx of what shared memory has kept and, read once more, the rest. Each block writes its two
+// sums a channel, from which `sum_partials` makes dweight and dbias. Writes dx once, in a fixed order.
 namespace warpsmith::group_norm {
 
 struct BackwardParams {
@@ -84,25 +84,28 @@ __device__ __forceinline__ void write_dx(RowsOfDyAndX<T, N>& rows, const Channel
     channels[k] = table[k * lanes];
     means[k] = means_of[k * lanes];
   }
-  rows.backwards(ahead, [&](int turn) {
-    Packed<T, N> dy[U], x[U];
-    rows.load(dy, 0);
-    rows.load(x, 1);
-    const int left = rows.rows - turn * U;
+  rows.backwards(
+      ahead,
+      [&](int turn) {
+        Packed<T, N> dy[U], x[U];
+        rows.load(dy, 0);
+        rows.load(x, 1);
+        const int left = rows.rows - turn * U;
 #pragma unroll
-    for (int u = U - 1; u >= 0; --u, to -= apart) {
-      if (u >= left) continue;
-      float g[N], dx[N];
-      gradients_of<kSilu, T>(channels, dy[u], x[u], g);
+        for (int u = U - 1; u >= 0; --u, to -= apart) {
+          if (u >= left) continue;
+          float g[N], dx[N];
+          gradients_of<kSilu, T>(channels, dy[u], x[u], g);
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const float value = element<T, N>(x[u], k);
-        const float of_group = fmaf(channels[k].centered(value), means[k].of_product, means[k].of_gradient);
-        dx[k] = fmaf(g[k] * channels[k].unit, channels[k].scale, of_group);  // weight * rstd = unit * scale
-      }
-      device::store<device::Cache::streaming>(to, device::rounded<T>(dx));
-    }
-  }, next);
+          for (int k = 0; k < N; ++k) {
+            const float value = element<T, N>(x[u], k);
+            const float of_group = fmaf(channels[k].centered(value), means[k].of_product, means[k].of_gradient);
+            dx[k] = fmaf(g[k] * channels[k].unit, channels[k].scale, of_group);  // weight * rstd = unit * scale
+          }
+          device::store<device::Cache::streaming>(to, device::rounded<T>(dx));
+        }
+      },
+      next);
 }
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNormResident) backward(BackwardParams p) {
@@ -255,8 +258,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
         follow(at, v, rows.last_row(true));
       }
       const int64_t step = r.channels / N, apart = at.rows * step;
-      Packed<T, N>* const to =
-          vector_at<T, N>(p.dx, at.vector(r, step, v)) + rows.last_row(false) * apart;
+      Packed<T, N>* const to = vector_at<T, N>(p.dx, at.vector(r, step, v)) + rows.last_row(false) * apart;
       if (p.silu)
         write_dx<true, T, N>(rows, channels + at.lane, means + at.lane, r.lanes, to, apart, ahead, follow_next);
       else

@@ -64,20 +64,23 @@ __device__ __forceinline__ void normalize(RowsOfX<T, N>& rows, const Channel* ta
   Channel channels[N];
 #pragma unroll
   for (int k = 0; k < N; ++k) channels[k] = table[k * lanes];
-  rows.backwards(ahead, [&](int turn) {
-    Packed<T, N> x[U];
-    rows.load(x, 0);
-    const int left = rows.rows - turn * U;
+  rows.backwards(
+      ahead,
+      [&](int turn) {
+        Packed<T, N> x[U];
+        rows.load(x, 0);
+        const int left = rows.rows - turn * U;
 #pragma unroll
-    for (int u = U - 1; u >= 0; --u, to -= apart) {
-      if (u >= left) continue;
-      float y[N];
+        for (int u = U - 1; u >= 0; --u, to -= apart) {
+          if (u >= left) continue;
+          float y[N];
 #pragma unroll
-      for (int k = 0; k < N; ++k) y[k] = channels[k].value(element<T, N>(x[u], k));
-      if constexpr (kSilu) silu<T>(y);
-      device::store<device::Cache::streaming>(to, device::rounded<T>(y));
-    }
-  }, next);
+          for (int k = 0; k < N; ++k) y[k] = channels[k].value(element<T, N>(x[u], k));
+          if constexpr (kSilu) silu<T>(y);
+          device::store<device::Cache::streaming>(to, device::rounded<T>(y));
+        }
+      },
+      next);
 }
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNormResident) forward(ForwardParams p) {
@@ -92,7 +95,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
   RowsOfX<T, N> rows(at, r, shared, {p.x_stride});
   Channel* channels = static_cast<Channel*>(rows.end(shared));  // of the range at hand; beside it those of the next
   const int thread = static_cast<int>(threadIdx.x), groups = at.groups(r);
-  const int64_t last = (r.vectors - 1) / r.lanes * r.lanes;  // tile
+  const int64_t last = (r.vectors - 1) / r.lanes * r.lanes;               // tile
   const int wide = static_cast<int>(min(r.group, int64_t{r.lanes} * N));  // channels of a group in a tile
   const auto fill_channels = [&](const Place<N>& place, int64_t tile, Channel* table) {
     each_channel<N>(r, tile, [&](int c) {
@@ -192,8 +195,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
         rows.follow(0, at, r, p.x, p.x_stride, v, rows.last_row(true));
       }
       const int64_t channel_vectors = r.channels / N, apart = at.rows * channel_vectors;
-      Packed<T, N>* const to =
-          vector_at<T, N>(p.y, at.vector(r, channel_vectors, v)) + rows.last_row(false) * apart;
+      Packed<T, N>* const to = vector_at<T, N>(p.y, at.vector(r, channel_vectors, v)) + rows.last_row(false) * apart;
       if (p.silu)
         normalize<true, T, N>(rows, channels + at.lane, r.lanes, to, apart, ahead, follow_next);
       else

@@ -43,8 +43,8 @@ Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c, const GroupN
           .kept = kept_of(p, c)};
 }
 
-template <class Params> Status launch_sets(void (*kernel)(Params), const Params& p, const GroupNormConfig& c,
-                                           void* stream) {
+template <class Params>
+Status launch_sets(void (*kernel)(Params), const Params& p, const GroupNormConfig& c, void* stream) {
   LaunchConfig config;
   config.grid.x = static_cast<unsigned>(c.sets * c.set);
   config.block.x = kThreads;
@@ -114,9 +114,8 @@ Status group_norm_backward_cuda(const GroupNormBackwardParams& p, void* stream) 
                          .slices = slices,
                          .weight_dtype = p.weight_dtype,
                          .silu = p.silu};
-  WARPSMITH_RETURN_IF_FAILED(visit_vectors(p.dtype, c.vector_elems, [&]<class T, int N>() {
-    return launch_sets(backward<T, N>, b, c, stream);
-  }));
+  WARPSMITH_RETURN_IF_FAILED(visit_vectors(
+      p.dtype, c.vector_elems, [&]<class T, int N>() { return launch_sets(backward<T, N>, b, c, stream); }));
   if (!partials) return {};
   return visit_cuda_dtype(p.weight_dtype, [&]<class W>() {
     return tiles::launch_sum_partials<W, double>(p.dweight ? partials : partials + slices * p.channels,

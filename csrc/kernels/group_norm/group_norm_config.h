@@ -24,9 +24,9 @@ constexpr int kGroupNormSet = 32;                 // blocks that take a range to
 constexpr int kGroupNormStaticBytes = 25 * 1024;  // of shared memory, at most
 
 // A set of `set` blocks takes a range of whole groups of one sample, and each block as many of its pixels. `sets` of
-// them run at once, and each takes every sets-th range. A block has `lanes` threads along a pixel, each with one vector of channels, and threads / lanes pixels side by side. A
-// range of one group with more vectors than kGroupNormLanes goes through them in several tiles. A range of several
-// groups has at most as many channels as a block has threads.
+// them run at once, and each takes every sets-th range. A block has `lanes` threads along a pixel, each with one vector
+// of channels, and threads / lanes pixels side by side. A range of one group with more vectors than kGroupNormLanes
+// goes through them in several tiles. A range of several groups has at most as many channels as a block has threads.
 struct GroupNormConfig {
   int vector_elems = 1;
   int lanes = 1;
@@ -39,11 +39,12 @@ struct GroupNormConfig {
 };
 
 // The cheapest of all widths of ranges and sizes of sets, by the bytes that a block moves one after the other: what it
-// reads and writes, in sectors of 32 bytes, twice those that two ranges share; what it reads once more, from the L2 cache at a third of the price if all
-// that resident blocks reread has a place there; and what it could move while it starts and ends, after another kernel
-// that clears the flags of sets, and of each range while it adds up sums and waits for its set, less what the slots take of the next range meanwhile. No range takes less than the wait
-// and its instructions: 1.5 bytes for one of x forward and 3.5 backward, at 0.7 of the slots of issue. A set has at most
-// a block for each multiprocessor, so that it runs at once even where shared memory holds one block of two.
+// reads and writes, in sectors of 32 bytes, twice those that two ranges share; what it reads once more, from the L2
+// cache at a third of the price if all that resident blocks reread has a place there; and what it could move while it
+// starts and ends, after another kernel that clears the flags of sets, and of each range while it adds up sums and
+// waits for its set, less what the slots take of the next range meanwhile. No range takes less than the wait and its
+// instructions: 1.5 bytes for one of x forward and 3.5 backward, at 0.7 of the slots of issue. A set has at most a
+// block for each multiprocessor, so that it runs at once even where shared memory holds one block of two.
 constexpr GroupNormConfig choose_group_norm(const GroupNormProblem& p) {
   constexpr int64_t kStart = 24 << 10, kSums = 20 << 10, kMeeting = 28 << 10, kKept = 24 << 20;
   const int64_t group = p.channels / p.groups;

@@ -14,7 +14,7 @@ constexpr int kThreads = kGroupNormThreads, kLanes = kGroupNormLanes;
 
 // `set` blocks take a range together. `sets` of them run at once, and each takes every sets-th range of the batch.
 struct Ranges {
-  int64_t count, of_sample;  // ranges of the batch; of a sample
+  int64_t count, of_sample;                                        // ranges of the batch; of a sample
   int64_t pixels, block_pixels, vectors, channels, groups, group;  // vectors: of a range; group: channels of one
   int lanes, set, sets, slots;
   double* sums;  // [sets, kept, set, 2, groups of a range]: what the blocks of a set tell each other
@@ -181,8 +181,7 @@ template <class T, int N, int U, int kTensors> struct Turns {
   // The last turns once more into slots, where no slot has any.
   __device__ __forceinline__ void begin_backwards() {
 #pragma unroll 1
-    for (int turn = turns - 1; turn >= turns - slots; --turn, slot = beside(slot, -step))
-      fetch<-1>(turn, turns, slot);
+    for (int turn = turns - 1; turn >= turns - slots; --turn, slot = beside(slot, -step)) fetch<-1>(turn, turns, slot);
   }
   // `ahead`: turns of what comes next; next() follows it.
   template <class Visit, class Next>

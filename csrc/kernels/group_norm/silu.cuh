@@ -4,8 +4,8 @@
 // SiLU of a vector's channels, of values that are stored as T.
 namespace warpsmith::group_norm {
 
-// The sigmoids of N values: two share a reciprocal, that of their product. Where it is beyond float, as the exponentials
-// of values below -43 may make it, or NaN, each has its own. Relative error 2^-20.
+// The sigmoids of N values: two share a reciprocal, that of their product. Where it is beyond float, as the
+// exponentials of values below -43 may make it, or NaN, each has its own. Relative error 2^-20.
 template <int N> __device__ __forceinline__ void sigmoids(const float (&v)[N], float (&s)[N]) {
   static_assert(N % 2 == 0);
   float below[N];
