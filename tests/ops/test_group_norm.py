@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import warpsmith
 from warpsmith.reference.group_norm import group_norm as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
+from warpsmith.testing.law import measure
 from warpsmith.testing.sim import is_loaded
 
 from tests.dispatched import Dispatched
@@ -182,6 +183,17 @@ def test_squares_beyond_float32_are_no_infinity(dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("apart", [1, 7])  # channels: neighbours are alike, or not at all
+def test_silu_far_below_zero_keeps_its_digits(apart, dtype, device):
+    weight = (1 + 80 * torch.arange(96).mul(apart).remainder(96) / 96).to(dtype)
+    x = torch.tensor([[-1.0], [1.0]]).repeat(1, 1, 96).to(dtype).movedim(-1, 1)
+    y = warpsmith.group_norm(x.to(device), 1, weight.to(device), eps=0.0, activation="silu").double().cpu()
+    exact = reference(x.double(), 1, weight.double(), eps=0.0, activation="silu")
+    torch.testing.assert_close(y, exact, rtol=2 * torch.finfo(dtype).eps * (60 if dtype == FP32 else 1), atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_gradients_of_samples_that_cancel_are_added_in_double(device):
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(device)
     weight, bias = (torch.ones(8, device=device, requires_grad=True) for _ in range(2))
@@ -243,38 +255,40 @@ def test_plan_says_how_a_sample_is_shared():
     assert plan["backward"]["range_channels"] <= plan["forward"]["range_channels"]
 
 
-SETS = {  # samples, pixels, multiprocessors: blocks of a set
-    "one_block": (1, 700, 1, 1),
-    "one_range": (1, 9000, 24, 16),
-    "several_ranges_of_which_all_is_kept": (3, 3000, 4, 2),
-    "several_ranges": (3, 6000, 4, 4),
+SETS = {  # samples, pixels, channels, groups, dtype, multiprocessors: blocks of a set
+    "one_block": (1, 700, 24, 3, FP32, 1, 1),
+    "one_range": (1, 9000, 24, 3, FP32, 64, 16),
+    "ranges_of_several_groups": (2, 5000, 40, 4, BF16, 16, 4),
+    "several_ranges_of_which_all_is_kept": (6, 3000, 24, 3, FP32, 8, 2),
+    "several_ranges": (6, 6000, 24, 3, FP32, 8, 2),
 }
 
 
 @pytest.mark.skipif(not is_loaded(), reason="no simulated kernels in this process (--sim)")
 @pytest.mark.parametrize("want_x", [True, False])
-@pytest.mark.parametrize(
-    ("samples", "pixels", "multiprocessors", "blocks"), [pytest.param(*SETS[s], id=f"sim-{s}") for s in SETS]
-)
-def test_error_law_of_blocks_of_a_set(samples, pixels, multiprocessors, blocks, want_x):
+@pytest.mark.parametrize("sets", [pytest.param(SETS[name], id=f"sim-{name}") for name in SETS])
+def test_error_law_of_blocks_of_a_set(sets, want_x):
+    samples, pixels, channels, groups, dtype, multiprocessors, blocks = sets
+    problem = {"samples": samples, "pixels": pixels, "channels": channels, "groups": groups}
     with sim.machine(multiprocessors=multiprocessors):
-        plan = sim.plan("group_norm", samples=samples, pixels=pixels, channels=24, groups=3, dtype="float32")
+        plan = sim.plan("group_norm", **problem, dtype=str(dtype).removeprefix("torch."))
     assert plan["forward"]["set"] == blocks
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(samples, 24, pixels, generator=g).requires_grad_(want_x)
-    weight = torch.rand(24, generator=g).requires_grad_()
-    leaves = (x, weight) if want_x else (weight,)
+    x = torch.randn(samples, pixels, channels, generator=g).to(dtype).movedim(-1, 1)
+    weight = torch.rand(channels, generator=g).to(dtype)
+    dy = torch.randn(x.shape, generator=g).to(dtype)
 
-    def results(function):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            y = function(x, 3, weight, activation="silu")
-        return [y, *torch.autograd.grad(y, leaves, torch.arange(y.numel()).cos().view_as(y))]
+    def results(function, dtype=dtype):
+        leaves = [t.detach().to(dtype).requires_grad_(w) for t, w in ((x, want_x), (weight, True))]
+        y = function(leaves[0], groups, leaves[1], activation="silu")
+        return [y, *torch.autograd.grad(y, leaves[not want_x :], dy.to(dtype))]
 
-    expected, first = results(reference), None
+    exact, plain, first = results(reference, FP64), results(reference), None
     for seed in range(min(sim.SCHEDULES, 4)):
         with sim.machine(multiprocessors=multiprocessors, seed=seed):
             result = results(warpsmith.group_norm)
-        torch.testing.assert_close(result, expected, rtol=2e-5, atol=2e-5)
         first = first or result
         assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
+    names = ("y", "dx", "dweight") if want_x else ("y", "dweight")
+    errors = [measure(*of) for of in zip(names, first, exact, plain, strict=True)]
+    assert all(e.ok for e in errors), [str(e) for e in errors]

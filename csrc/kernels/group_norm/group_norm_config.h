@@ -43,8 +43,8 @@ struct GroupNormConfig {
 // cache at a third of the price if all that resident blocks reread has a place there; and what it could move while it
 // starts and ends, after another kernel that clears the flags of sets, and of each range while it adds up sums and
 // waits for its set, less what the slots take of the next range meanwhile. No range takes less than the wait and its
-// instructions: 1.5 bytes for one of x forward and 3.5 backward, at 0.7 of the slots of issue. A set has at most a
-// block for each multiprocessor, so that it runs at once even where shared memory holds one block of two.
+// instructions: 1.5 bytes for one of x forward and 3.5 backward, at 0.7 of the slots of issue. A set has at most
+// a block for every fourth multiprocessor: one that is incomplete then leaves places to others, of several streams too.
 constexpr GroupNormConfig choose_group_norm(const GroupNormProblem& p) {
   constexpr int64_t kStart = 24 << 10, kSums = 20 << 10, kMeeting = 28 << 10, kKept = 24 << 20;
   const int64_t group = p.channels / p.groups;
@@ -58,7 +58,7 @@ constexpr GroupNormConfig choose_group_norm(const GroupNormProblem& p) {
   const int64_t turn_bytes = kGroupNormThreads * kGroupNormRows * vector_bytes;
   const int64_t resident = int64_t{kGroupNormResident} * p.multiprocessors;
   int64_t least = std::numeric_limits<int64_t>::max();
-  for (int set = 1; set <= std::min(kGroupNormSet, p.multiprocessors); set *= 2) {
+  for (int set = 1; set <= std::clamp(p.multiprocessors / 4, 1, kGroupNormSet); set *= 2) {
     const int64_t pixels = ceil_div(p.pixels, int64_t{set});
     for (int64_t times = std::max<int64_t>(1, std::min(units, 32 / unit)); times > 0; --times) {
       if (units % times != 0) continue;
