@@ -9,8 +9,8 @@ pybind11::dict describe(const GroupNormProblem& p) {
   const GroupNormConfig c = choose_group_norm(p);
   return pybind11::dict("vector_elems"_a = c.vector_elems, "threads"_a = kGroupNormThreads,
                         "threads_a_pixel"_a = c.lanes, "ranges"_a = c.ranges,
-                        "range_channels"_a = c.vectors * c.vector_elems, "cluster"_a = c.cluster,
-                        "turns_kept"_a = c.slots, "blocks"_a = p.samples * c.ranges * c.cluster);
+                        "range_channels"_a = c.vectors * c.vector_elems, "set"_a = c.set, "turns_kept"_a = c.slots,
+                        "blocks"_a = c.sets * c.set);
 }
 
 pybind11::dict plan(const pybind11::kwargs& given) {
@@ -25,7 +25,6 @@ pybind11::dict plan(const pybind11::kwargs& given) {
                                 " channels, got " + std::to_string(p.groups));
   p.element_bytes = problem.dtype_bytes("dtype", "bfloat16");
   p.multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
-  p.clusters = problem.integer("code_capability", 80, 90) >= 90;
   problem.refuse_unknown();
 
   pybind11::dict d;

@@ -1,4 +1,4 @@
-"""group_norm under the law in NHWC, and what only it has: torch's layouts and refusals, long groups, clusters."""
+"""group_norm under the law in NHWC, and what only it has: torch's layouts and refusals, long groups, sets of blocks."""
 
 import functools
 import warnings
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import warpsmith
 from warpsmith.reference.group_norm import group_norm as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
+from warpsmith.testing.law import measure
 from warpsmith.testing.sim import is_loaded
 
 from tests.dispatched import Dispatched
@@ -87,7 +88,8 @@ def floor(case):
 
 def bytes_beside(case, given):
     """A block reads the parameters of its channels once, backward with the statistics. It writes two sums of each
-    channel, which are read once. All tiles of a group but the last are read twice."""
+    channel, which are read once, and to its set two of each group, which every block of it reads. All tiles of a group
+    but the last are read twice."""
     samples, channels, itemsize = case.shape[0], case.shape[-1], case.dtype.itemsize
     pixels = torch.Size(case.shape[1:-1]).numel()
     kinds = {"samples": samples, "pixels": pixels, "channels": channels, "groups": given["num_groups"]}
@@ -102,17 +104,26 @@ def bytes_beside(case, given):
         last = (plan_of["range_channels"] - 1) % tile + 1
         again = plan_of["ranges"] * (plan_of["range_channels"] - last)  # of a sample, channels
         tensors = 1 if kind == "forward" else 2
-        return samples * (plan_of["cluster"] * bytes_of_channel(channels, again) + tensors * itemsize * pixels * again)
+        return samples * (plan_of["set"] * bytes_of_channel(channels, again) + tensors * itemsize * pixels * again)
+
+    def meeting(kind):
+        blocks = plan[kind]["set"]
+        written = 16 * samples * given["num_groups"] * blocks * (blocks > 1)
+        return written * blocks, written
 
     weight, bias = (itemsize * (given[n] is not None) for n in ("weight", "bias"))
-    backward = samples * plan["backward"]["cluster"] * channels
+    backward = samples * plan["backward"]["set"] * channels
     of_table = 8 + weight + bias * needs_bias
     return {
-        "forward": (tables("forward", lambda c, again: c * of_channel), 8 * samples * given["num_groups"]),
-        "backward": (
-            tables("backward", lambda c, again: (c + again) * of_table) + sums * backward,
-            16 * backward * (sums > 0) + channels * (weight + bias),
+        "forward": (
+            tables("forward", lambda c, again: c * of_channel) + meeting("forward")[0],
+            8 * samples * given["num_groups"] + meeting("forward")[1],
         ),
+        "backward": (
+            tables("backward", lambda c, again: (c + again) * of_table) + sums * backward + meeting("backward")[0],
+            16 * backward * (sums > 0) + channels * (weight + bias) + meeting("backward")[1],
+        ),
+        "x alone": (0, meeting("backward")[1]),
     }
 
 
@@ -169,6 +180,17 @@ def test_squares_beyond_float32_are_no_infinity(dtype, device):
     y = warpsmith.group_norm(x.to(device), 4, weight.to(device)).double().cpu()
     exact = reference(x.double(), 4, weight.double())
     assert ((y - exact).abs() <= 2 * torch.finfo(dtype).eps * exact.abs().amax()).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("apart", [1, 7])  # channels: neighbours are alike, or not at all
+def test_silu_far_below_zero_keeps_its_digits(apart, dtype, device):
+    weight = (1 + 80 * torch.arange(96).mul(apart).remainder(96) / 96).to(dtype)
+    x = torch.tensor([[-1.0], [1.0]]).repeat(1, 1, 96).to(dtype).movedim(-1, 1)
+    y = warpsmith.group_norm(x.to(device), 1, weight.to(device), eps=0.0, activation="silu").double().cpu()
+    exact = reference(x.double(), 1, weight.double(), eps=0.0, activation="silu")
+    torch.testing.assert_close(y, exact, rtol=2 * torch.finfo(dtype).eps * (60 if dtype == FP32 else 1), atol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -233,17 +255,40 @@ def test_plan_says_how_a_sample_is_shared():
     assert plan["backward"]["range_channels"] <= plan["forward"]["range_channels"]
 
 
+SETS = {  # samples, pixels, channels, groups, dtype, multiprocessors: blocks of a set
+    "one_block": (1, 700, 24, 3, FP32, 1, 1),
+    "one_range": (1, 9000, 24, 3, FP32, 64, 16),
+    "ranges_of_several_groups": (2, 5000, 40, 4, BF16, 16, 4),
+    "several_ranges_of_which_all_is_kept": (6, 3000, 24, 3, FP32, 8, 2),
+    "several_ranges": (6, 6000, 24, 3, FP32, 8, 2),
+}
+
+
 @pytest.mark.skipif(not is_loaded(), reason="no simulated kernels in this process (--sim)")
-@pytest.mark.parametrize("multiprocessors", [1, 7, 40])
-@pytest.mark.parametrize("pixels", [700, 9000])  # more than shared memory keeps
-def test_blocks_of_a_cluster_share_a_sample(multiprocessors, pixels):
+@pytest.mark.parametrize("want_x", [True, False])
+@pytest.mark.parametrize("sets", [pytest.param(SETS[name], id=f"sim-{name}") for name in SETS])
+def test_error_law_of_blocks_of_a_set(sets, want_x):
+    samples, pixels, channels, groups, dtype, multiprocessors, blocks = sets
+    problem = {"samples": samples, "pixels": pixels, "channels": channels, "groups": groups}
+    with sim.machine(multiprocessors=multiprocessors):
+        plan = sim.plan("group_norm", **problem, dtype=str(dtype).removeprefix("torch."))
+    assert plan["forward"]["set"] == blocks
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 24, pixels, generator=g).requires_grad_()
-    weight = torch.rand(24, generator=g).requires_grad_()
-    results = []
-    for function in (warpsmith.group_norm, reference):
-        with sim.machine(multiprocessors=multiprocessors), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            y = function(x, 3, weight, activation="silu")
-            results.append([y, *torch.autograd.grad(y, (x, weight), y.detach().cos())])
-    torch.testing.assert_close(*results)
+    x = torch.randn(samples, pixels, channels, generator=g).to(dtype).movedim(-1, 1)
+    weight = torch.rand(channels, generator=g).to(dtype)
+    dy = torch.randn(x.shape, generator=g).to(dtype)
+
+    def results(function, dtype=dtype):
+        leaves = [t.detach().to(dtype).requires_grad_(w) for t, w in ((x, want_x), (weight, True))]
+        y = function(leaves[0], groups, leaves[1], activation="silu")
+        return [y, *torch.autograd.grad(y, leaves[not want_x :], dy.to(dtype))]
+
+    exact, plain, first = results(reference, FP64), results(reference), None
+    for seed in range(min(sim.SCHEDULES, 4)):
+        with sim.machine(multiprocessors=multiprocessors, seed=seed):
+            result = results(warpsmith.group_norm)
+        first = first or result
+        assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
+    names = ("y", "dx", "dweight") if want_x else ("y", "dweight")
+    errors = [measure(*of) for of in zip(names, first, exact, plain, strict=True)]
+    assert all(e.ok for e in errors), [str(e) for e in errors]

@@ -18,25 +18,41 @@ Status config_of(const GroupNormShape& p, int tensors, GroupNormConfig* out) {
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   *out = choose_group_norm({p.samples, p.pixels, p.channels, p.groups, size_bytes(p.dtype), device.multiprocessors,
-                            device.code_capability >= kSm90, tensors, device.max_dynamic_shared_bytes});
+                            tensors, device.max_dynamic_shared_bytes});
   return {};
 }
 
-Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c) {
-  return {
-      p.samples, p.pixels, ceil_div(p.pixels, int64_t{c.cluster}), c.vectors, p.channels, p.groups, p.group(), c.lanes,
-      c.cluster, c.slots};
+// Two, or one where a set has one range.
+int kept_of(const GroupNormShape& p, const GroupNormConfig& c) { return p.samples * c.ranges > c.sets ? 2 : 1; }
+
+Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c, const GroupNormMeeting& meeting) {
+  return {.count = p.samples * c.ranges,
+          .of_sample = c.ranges,
+          .pixels = p.pixels,
+          .block_pixels = ceil_div(p.pixels, int64_t{c.set}),
+          .vectors = c.vectors,
+          .channels = p.channels,
+          .groups = p.groups,
+          .group = p.group(),
+          .lanes = c.lanes,
+          .set = c.set,
+          .sets = static_cast<int>(c.sets),
+          .slots = c.slots,
+          .sums = static_cast<double*>(meeting.sums),
+          .flags = meeting.flags,
+          .kept = kept_of(p, c)};
 }
 
-template <class Params> Status launch_clusters(void (*kernel)(Params), const Params& p, int64_t samples,
-                                               const GroupNormConfig& c, void* stream) {
-  constexpr int64_t kMost = 65535;  // of y and z
-  const LaunchConfig config{
-      .grid = dim3(static_cast<unsigned>(c.ranges * c.cluster), static_cast<unsigned>(std::min(samples, kMost)),
-                   static_cast<unsigned>(ceil_div(samples, kMost))),
-      .block = kThreads,
-      .dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes),
-      .cluster = static_cast<unsigned>(c.cluster)};
+template <class Params>
+Status launch_sets(void (*kernel)(Params), const Params& p, const GroupNormConfig& c, void* stream) {
+  LaunchConfig config;
+  config.grid.x = static_cast<unsigned>(c.sets * c.set);
+  config.block.x = kThreads;
+  config.dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes);
+  if (c.set > 1) {  // the kernel before has cleared the flags
+    config.together = static_cast<unsigned>(c.set);
+    WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
+  }
   return launch(kernel, config, stream, p);
 }
 
@@ -50,10 +66,14 @@ template <class Visit> Status visit_vectors(Dtype dtype, int vector_elems, Visit
 
 }  // namespace
 
-Status group_norm_slices_cuda(const GroupNormBackwardParams& p, int64_t* slices) {
+Status group_norm_plan_cuda(const GroupNormShape& p, bool backward, GroupNormPlan* plan) {
   GroupNormConfig c;
-  WARPSMITH_RETURN_IF_FAILED(config_of(p, 2, &c));
-  *slices = p.samples * c.cluster;
+  WARPSMITH_RETURN_IF_FAILED(config_of(p, backward ? 2 : 1, &c));
+  plan->slices = p.samples * c.set;
+  if (c.set == 1) return {};
+  const int64_t groups = c.vectors > kLanes ? 1 : c.vectors * c.vector_elems / p.group();
+  plan->sums = c.sets * kept_of(p, c) * c.set * 2 * groups;
+  plan->flags = 1 + c.sets * c.set;
   return {};
 }
 
@@ -67,19 +87,19 @@ Status group_norm_forward_cuda(const GroupNormForwardParams& p, void* stream) {
                         .mean = static_cast<float*>(p.mean),
                         .rstd = static_cast<float*>(p.rstd),
                         .x_stride = p.x_stride / c.vector_elems,
-                        .ranges = ranges_of(p, c),
+                        .ranges = ranges_of(p, c, p.meeting),
                         .eps = p.eps,
                         .weight_dtype = p.weight_dtype,
                         .silu = p.silu};
   return visit_vectors(p.dtype, c.vector_elems,
-                       [&]<class T, int N>() { return launch_clusters(forward<T, N>, f, p.samples, c, stream); });
+                       [&]<class T, int N>() { return launch_sets(forward<T, N>, f, c, stream); });
 }
 
 Status group_norm_backward_cuda(const GroupNormBackwardParams& p, void* stream) {
   GroupNormConfig c;
   WARPSMITH_RETURN_IF_FAILED(config_of(p, 2, &c));
   double* const partials = p.dweight || p.dbias ? static_cast<double*>(p.partials) : nullptr;
-  const int64_t slices = p.samples * c.cluster;
+  const int64_t slices = p.samples * c.set;
   const BackwardParams b{.dy = p.dy,
                          .x = p.x,
                          .weight = p.weight,
@@ -90,13 +110,12 @@ Status group_norm_backward_cuda(const GroupNormBackwardParams& p, void* stream) 
                          .partials = partials,
                          .dy_stride = p.dy_stride / c.vector_elems,
                          .x_stride = p.x_stride / c.vector_elems,
-                         .ranges = ranges_of(p, c),
+                         .ranges = ranges_of(p, c, p.meeting),
                          .slices = slices,
                          .weight_dtype = p.weight_dtype,
                          .silu = p.silu};
-  WARPSMITH_RETURN_IF_FAILED(visit_vectors(p.dtype, c.vector_elems, [&]<class T, int N>() {
-    return launch_clusters(backward<T, N>, b, p.samples, c, stream);
-  }));
+  WARPSMITH_RETURN_IF_FAILED(visit_vectors(
+      p.dtype, c.vector_elems, [&]<class T, int N>() { return launch_sets(backward<T, N>, b, c, stream); }));
   if (!partials) return {};
   return visit_cuda_dtype(p.weight_dtype, [&]<class W>() {
     return tiles::launch_sum_partials<W, double>(p.dweight ? partials : partials + slices * p.channels,

@@ -22,6 +22,12 @@ struct GroupNormShape {
   int64_t group() const { return channels / groups; }
 };
 
+// What the blocks that share a range need to add up their sums; null where each range has one block.
+struct GroupNormMeeting {
+  void* sums = nullptr;  // [plan.sums], double
+  int* flags = nullptr;  // [plan.flags], zeros
+};
+
 // With mean and var those of each group of channels of a sample: rstd = 1 / sqrt(var + eps),
 //   v = (x - mean) * rstd * weight + bias,   y = v, or v * sigmoid(v) with `silu`
 struct GroupNormForwardParams : GroupNormShape {
@@ -33,6 +39,7 @@ struct GroupNormForwardParams : GroupNormShape {
   void* rstd = nullptr;          // [samples, groups], real
   int64_t x_stride = 0;
   double eps = 0;
+  GroupNormMeeting meeting;
 };
 
 // With g = dy, or dy times the derivative of silu at v, x_hat = (x - mean) * rstd, and M values a group:
@@ -50,6 +57,12 @@ struct GroupNormBackwardParams : GroupNormShape {
   void* dbias = nullptr;         // [channels], weight_dtype; null: not wanted
   void* partials = nullptr;      // [2, slices, channels], double
   int64_t dy_stride = 0, x_stride = 0;
+  GroupNormMeeting meeting;
+};
+
+// Slices of the partial sums, and what GroupNormMeeting needs, on the current device.
+struct GroupNormPlan {
+  int64_t slices = 0, sums = 0, flags = 0;
 };
 
 Status group_norm_forward_cuda(const GroupNormForwardParams& params, void* stream);
@@ -57,8 +70,7 @@ Status group_norm_forward_cpu(const GroupNormForwardParams& params, const Parall
 Status group_norm_backward_cuda(const GroupNormBackwardParams& params, void* stream);
 Status group_norm_backward_cpu(const GroupNormBackwardParams& params, const Parallel& parallel);
 
-// Slices of the partial sums on the current device.
-Status group_norm_slices_cuda(const GroupNormBackwardParams& params, int64_t* slices);
+Status group_norm_plan_cuda(const GroupNormShape& shape, bool backward, GroupNormPlan* plan);
 int64_t group_norm_slices_cpu(const GroupNormShape& shape);
 
 }  // namespace warpsmith
