@@ -4,6 +4,7 @@
 #include "device/register_budget.h"
 #include "kernels/linear/hopper/product_sm90_consumer.cuh"
 #include "kernels/linear/hopper/product_sm90_finisher.cuh"
+#include "kernels/linear/hopper/product_sm90_float8.cuh"
 
 // A product of 16-bit matrices or of 8-bit floats on Hopper: TMA, wgmma, specialised warpgroups, clusters, persistent
 // blocks.
@@ -70,6 +71,7 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Map
   using BMajor = std::bool_constant<kernel.layout != ProductLayout::nt>;
   Ring<tile.stages> ring;
   unsigned bias_parity = 0;
+  Ring<kernel.vectors()> vector;  // of 8-bit floats
   ProductShares<kernel.splits> shares(p, place.cluster, place.clusters);
   for (Share share; shares.next(&share);) {
     const TilePlace at = place.tile(share.unit);
@@ -77,15 +79,19 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Map
       Mbarrier* full = shared.full + ring.stage;
       device::mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
       int bias_bytes = 0;
-      if (kernel.takes_bias() && p.biased<kernel>(at.batch) && block == p.blocks - 1) {  // comes with the last stage
-        device::mbarrier_wait(shared.bias_empty, bias_parity ^= 1);
+      const bool biased = kernel.takes_bias() && p.biased<kernel>(at.batch) && block == p.blocks - 1;
+      if (biased) {  // comes with the last stage
+        if constexpr (kernel.float8())
+          device::mbarrier_wait(shared.bias_empty + vector.stage, vector.parity ^ 1);
+        else
+          device::mbarrier_wait(shared.bias_empty, bias_parity ^= 1);
         bias_bytes =
             max(0, min(kernel.columns(), (kernel.siblings() ? p.widths[at.batch] : p.columns) - at.column) * 2);
       }
       // halves: of an element
       const auto load_bias = [&](int which, const void* bias, int halves = 1) {
         if (bias_bytes > 0 && bias != nullptr)
-          device::bulk_load(shared.bias + which * kernel.columns() * 2,
+          device::bulk_load(shared.bias + vector.stage * kernel.vector_bytes() + which * kernel.columns() * 2,
                             static_cast<const unsigned char*>(bias) + int64_t{at.column} * 2 * halves,
                             bias_bytes * halves, full);
       };
@@ -97,6 +103,7 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Map
       load_bias(0, kernel.siblings() ? p.biases[at.batch] : p.bias);
       if constexpr (kernel.gated()) load_bias(1, p.up_bias);
       if constexpr (kernel.float8()) load_bias(1, scales, 2);
+      if (kernel.float8() && biased) vector.next();
       int k = block * kStageInner, of_a = 0, of_b = 0;  // siblings
       if constexpr (kernel.siblings()) {
         of_b = at.batch;
@@ -139,7 +146,7 @@ template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1
         device::mbarrier_init(shared.z_full + i, 1);
       }
     }
-    device::mbarrier_init(shared.bias_empty, kConsumerWarps);
+    for (int i = 0; i < kernel.vectors(); ++i) device::mbarrier_init(shared.bias_empty + i, kConsumerWarps);
     device::mbarrier_init_fence();
   }
   if constexpr (kernel.splits) {
@@ -162,7 +169,8 @@ template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1
     __syncwarp(0xffffffffu);
   } else {
     device::increase_registers<kernel.consumer_registers()>();
-    ProductConsumer<T, kernel>(p, shared, maps, begun, warpgroup - 1).run();
+    using Consumer = std::conditional_t<kernel.float8(), Float8Consumer<kernel>, ProductConsumer<T, kernel>>;
+    Consumer(p, shared, maps, begun, warpgroup - 1).run();
     __syncwarp(0xffffffffu);
   }
   device::cluster_barrier();  // a block that has exited can no longer be given buffers

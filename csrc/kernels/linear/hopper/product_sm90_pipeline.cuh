@@ -91,9 +91,9 @@ template <ProductKernel kernel> struct ProductState {
   Mbarrier full[kernel.tile.stages], empty[kernel.tile.stages];
   // Of the panel that a consumer warp hands over (full: one for each panel of a tile), and of z for it.
   Mbarrier panel_full[kConsumerWarps * kernel.panels()], panel_empty[kConsumerWarps], z_full[kConsumerWarps];
-  Mbarrier bias_empty[1];
+  Mbarrier bias_empty[kernel.vectors()];
   int begun;  // clusters before this one, where sums are split
-  alignas(16) unsigned char bias[kernel.vector_bytes()];
+  alignas(16) unsigned char bias[kernel.vectors() * kernel.vector_bytes()];
 };
 
 template <ProductKernel kernel> struct ProductShared {
