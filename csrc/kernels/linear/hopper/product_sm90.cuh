@@ -79,19 +79,22 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Map
       Mbarrier* full = shared.full + ring.stage;
       device::mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
       int bias_bytes = 0;
-      const bool biased = kernel.takes_bias() && p.biased<kernel>(at.batch) && block == p.blocks - 1;
-      if (biased) {  // comes with the last stage
-        if constexpr (kernel.float8())
+      unsigned char* vectors = shared.bias;
+      if (kernel.takes_bias() && p.biased<kernel>(at.batch) && block == p.blocks - 1) {  // comes with the last stage
+        if constexpr (kernel.float8()) {
           device::mbarrier_wait(shared.bias_empty + vector.stage, vector.parity ^ 1);
-        else
+          vectors += vector.stage * kernel.vector_bytes();
+          vector.next();
+        } else {
           device::mbarrier_wait(shared.bias_empty, bias_parity ^= 1);
+        }
         bias_bytes =
             max(0, min(kernel.columns(), (kernel.siblings() ? p.widths[at.batch] : p.columns) - at.column) * 2);
       }
       // halves: of an element
       const auto load_bias = [&](int which, const void* bias, int halves = 1) {
         if (bias_bytes > 0 && bias != nullptr)
-          device::bulk_load(shared.bias + vector.stage * kernel.vector_bytes() + which * kernel.columns() * 2,
+          device::bulk_load(vectors + which * kernel.columns() * 2,
                             static_cast<const unsigned char*>(bias) + int64_t{at.column} * 2 * halves,
                             bias_bytes * halves, full);
       };
@@ -103,7 +106,6 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Map
       load_bias(0, kernel.siblings() ? p.biases[at.batch] : p.bias);
       if constexpr (kernel.gated()) load_bias(1, p.up_bias);
       if constexpr (kernel.float8()) load_bias(1, scales, 2);
-      if (kernel.float8() && biased) vector.next();
       int k = block * kStageInner, of_a = 0, of_b = 0;  // siblings
       if constexpr (kernel.siblings()) {
         of_b = at.batch;
@@ -117,6 +119,15 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Map
       const int column = at.column - (second ? kernel.columns() : 0);
       load(BMajor(), shared.b(ring.stage), b_map + of_b, full, column, at.batch, tile.columns, k, place.rank_row,
            std::integral_constant<int, tile.cluster_rows>(), b_blocks);
+      if constexpr (kernel.epilogue == ProductEpilogue::wide && !kernel.splits) {
+        // Out is read as it is added to. The last stages bring it to the second-level cache before, a few boxes each:
+        // at once they would delay the operands, and those of a long sum would replace what came early.
+        constexpr int kAcross = tile.columns / kWideColumns, kBoxes = tile.rows / 16 * kAcross;
+        int box = (block - p.blocks) * p.prefetch + kBoxes;
+        for (const int end = box + p.prefetch; box < end; ++box)
+          if (box >= 0)
+            device::tensor_prefetch(&maps.out, {at.column + box % kAcross * kWideColumns, at.row + box / kAcross * 16});
+      }
     }
   }
 }
