@@ -363,6 +363,8 @@ def test_plan():
     assert (own["path"], own["tile"], own["wgrad"]) == ("own", "256x128", "float32")
     own = warpsmith.plan("scaled_linear", **sizes, own_product="always", accumulate="float32")
     assert (own["path"], own["tile"], own["forward"]) == ("own", "256x128", "float32")
+    long = {**sizes, "in_features": 8192}
+    assert warpsmith.plan("scaled_linear", **long, own_product="always", accumulate="float32")["tile"] == "128x192"
     for other in ({"scaling": "block"}, {"emulate": True}, {"dtype": "float32"}, {"code_capability": 89}):
         assert warpsmith.plan("scaled_linear", **sizes, own_product="always", **other)["path"] != "own"
 

@@ -88,14 +88,14 @@ struct ProductKernel {
   // Of a column in shared memory: its bias, behind which lie the scales of all.
   constexpr int vector_bytes() const { return tile.columns * (float8() ? 6 : 2); }
   // Tiles whose vectors lie in shared memory: the second half of an 8-bit tile is scaled under the next one's products.
-  constexpr int vectors() const { return float8() ? 2 : 1; }
+  constexpr int vectors() const { return float8() && tile.rows == 256 ? 2 : 1; }
   constexpr bool operator==(const ProductKernel&) const = default;
 };
 
-constexpr ProductTile kWideTile{128, 256, 4, 2, 1};  // shares the longer side, which costs the least energy
-constexpr ProductTile kTallTile{256, 128, 4, 1,
-                                2};  // as fast within 0.4 %; of 8-bit floats, whose consumers have two blocks of rows
-constexpr ProductTile kLargeTile{256, 192, 3, 2, 1};  // fills waves that the others leave half empty
+constexpr ProductTile kWideTile{128, 256, 4, 2, 1};      // shares the longer side, which costs the least energy
+constexpr ProductTile kTallTile{256, 128, 4, 1, 2};      // as fast within 0.4 %; of 8-bit floats: two blocks of rows
+constexpr ProductTile kLargeTile{256, 192, 3, 2, 1};     // fills waves that the others leave half empty
+constexpr ProductTile kPromotedTile{128, 192, 4, 2, 1};  // more products between additions of promoted sums
 constexpr ProductKernel kProducts[] = {
     {ProductLayout::nt, ProductEpilogue::store, false, kWideTile},
     {ProductLayout::nt, ProductEpilogue::store, false, kTallTile},
@@ -118,6 +118,8 @@ constexpr ProductKernel kProducts[] = {
     {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, false, ProductFactors::e5m2},
     {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, true, ProductFactors::e4m3},
     {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, true, ProductFactors::e5m2},
+    {ProductLayout::nt, ProductEpilogue::store, false, kPromotedTile, true, ProductFactors::e4m3},
+    {ProductLayout::nt, ProductEpilogue::store, false, kPromotedTile, true, ProductFactors::e5m2},
 };
 
 // WARPSMITH_OWN_PRODUCT: where it was measured to pay, wherever it can run ("1"), or not ("0").
@@ -237,6 +239,9 @@ constexpr const char* product_does_not_pay(const ProductProblem& p) {
 // rest is larger, handing sums over cost more than it gave; so it would, by counting its bytes, for short sums. Else
 // 128 x 256 where its whole waves waste less than 10 %, and 256 x 192 where that wastes less.
 constexpr int64_t kLeastSplit = 8192;
+// Promoted sums: a prototype's were faster by 128 x 192 from so many terms on, where that takes no more waves
+// (2026-11-24; these kernels have not been compared).
+constexpr int64_t kLeastForPromotedTile = 8192;
 constexpr ProductPlan choose_product(const ProductProblem& p) {
   constexpr int64_t kMostSize = int64_t{1} << 31;
   if (p.asked == OwnProduct::never) return {nullptr, "the library's product: it has been asked for"};
@@ -249,7 +254,15 @@ constexpr ProductPlan choose_product(const ProductProblem& p) {
   if (p.factors != ProductFactors::halves) {
     if (p.asked == OwnProduct::automatic)
       return {nullptr, "the library's product: ours of 8-bit floats has not been measured"};
-    return {find_product({p.layout, p.epilogue, false, kTallTile, p.promotes, p.factors}),
+    const int64_t clusters = product_clusters(kTallTile, p.multiprocessors);
+    const auto waves = [&](const ProductTile& t) {
+      return ceil_div(product_units(t, p.rows, p.columns), clusters) * t.rows * t.columns;
+    };
+    const bool promoted_tile =
+        p.promotes && (p.tile_rows == 128 || (p.tile_rows == 0 && 2 * p.inner >= kLeastForPromotedTile &&
+                                              waves(kPromotedTile) <= waves(kTallTile)));
+    const ProductTile& tile = promoted_tile ? kPromotedTile : kTallTile;
+    return {find_product({p.layout, p.epilogue, false, tile, p.promotes, p.factors}),
             p.promotes ? "our product: sums of 128 terms are added up in float32"
                        : "our product: the tensor core adds up all terms"};
   }

@@ -6,7 +6,8 @@
 namespace warpsmith::linear {
 
 // A warpgroup owns two blocks of 64 rows, and the tensor core works on one of them at a time. So one block is scaled
-// and rounded while the products of the other run, within a tile and from one tile to the next.
+// and rounded while the products of the other run, within a tile and from one tile to the next. Of kPromotedTile it
+// owns one.
 //   fast:     the tensor core adds up all terms.
 //   promoted: the tensor core adds up the terms of a stage; these sums are added in float32, in ordinary registers.
 template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16, kernel> {
@@ -16,7 +17,7 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
   using Base::kBlocks, Base::kPanels, Base::kPanelWords, Base::kSteps, Base::tile;
   using Factor = std::conditional_t<kernel.factors == ProductFactors::e4m3, float8_e4m3, float8_e5m2>;
   using Block = float[tile.columns / 2];  // the sums of 64 rows
-  static_assert(kBlocks == 2 && kernel.defers());
+  static_assert(kernel.defers() && (kBlocks == 2 || (kBlocks == 1 && kernel.promotes)));
 
   float scale = 1.0f;             // lane l: of row l % 16 of this warp's rows in block l / 16, or of all rows
   Ring<kernel.vectors()> vector;  // where this tile's bias and scales of columns lie
@@ -100,6 +101,8 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
     __syncwarp(0xffffffffu);
   }
 
+  // The second block is waited for before the next tile's first products are issued, and these stand in no branch: else
+  // ptxas serialises all wgmma (C7514, C7517).
   __device__ __forceinline__ void run_fast() {
     ProductShares<false> shares(p, place.cluster, place.clusters);
     Share share;
@@ -144,19 +147,21 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
     this->store_last_tile();
   }
 
-  // Stores the panels of a block behind one fence.
+  // Stores the panels of a block, two behind a fence.
   __device__ __forceinline__ void store_block(int m) {
-    static_assert(kPanels == kWarpBuffers);
-    this->wait_for_stores();
 #pragma unroll
-    for (int i = 0; i < kPanels; ++i)
-      this->stage_panel(Base::staging + i * kBufferBytes, finished + (m * kPanels + i) * kPanelWords);
-    this->send([&] {
+    for (int first = 0; first < kPanels; first += kWarpBuffers) {
+      this->wait_for_stores();
 #pragma unroll
-      for (int i = 0; i < kPanels; ++i)
-        device::tensor_store(Base::out, Base::staging + i * kBufferBytes,
-                             {before.column + i * kPanelColumns, before.row + m * 64});
-    });
+      for (int i = first; i < kPanels && i < first + kWarpBuffers; ++i)
+        this->stage_panel(Base::staging + (i - first) * kBufferBytes, finished + (m * kPanels + i) * kPanelWords);
+      this->send([&] {
+#pragma unroll
+        for (int i = first; i < kPanels && i < first + kWarpBuffers; ++i)
+          device::tensor_store(Base::out, Base::staging + (i - first) * kBufferBytes,
+                               {before.column + i * kPanelColumns, before.row + m * 64});
+      });
+    }
   }
   // acc += the products of a stage. A stage's sums of the second block follow those of the first into the same
   // registers. `meanwhile(m)` is called while the products of a block run.
@@ -181,7 +186,7 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
     for (Share share; shares.next(&share);) {
       add_stage(true, [&](int m) {
         if (begun) {
-          if (m == 0) finish_block(1);
+          if (m == 0 && kBlocks == 2) finish_block(kBlocks - 1);
           store_block(m);
         }
         if (m == kBlocks - 1) place_now(share.unit);
@@ -193,7 +198,7 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
       __syncwarp(0xffffffffu);
     }
     if (begun) {
-      finish_block(1);
+      if (kBlocks == 2) finish_block(kBlocks - 1);
       this->store_last_tile();
     }
   }
