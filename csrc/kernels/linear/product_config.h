@@ -127,7 +127,7 @@ enum class OwnProduct : uint8_t { automatic, always, never };
 constexpr const char* const kOwnProduct[] = {"auto", "always", "never"};
 
 struct ProductProblem {
-  int64_t rows = 0, columns = 1, inner = 1;
+  int64_t rows = 0, columns = 1, inner = 1;  // inner: of 8-bit floats in pairs
   ProductLayout layout = ProductLayout::nt;
   ProductEpilogue epilogue = ProductEpilogue::store;
   bool half = true;     // the result has 16 bits, and so have factors that are not 8-bit floats
