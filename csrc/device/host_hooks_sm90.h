@@ -38,6 +38,7 @@ void bulk_load(void* shared, const void* global, int bytes, void* barrier, Site 
 void bulk_store(void* global, const void* shared, int bytes, BulkKind kind, Site site);
 void tensor_load(void* shared, const void* map, const int* coordinates, int rank, void* barrier, unsigned cluster_mask,
                  Site site);
+void tensor_prefetch(const void* map, const int* coordinates, int rank, Site site);
 void tensor_store(const void* map, const int* coordinates, int rank, const void* shared, bool add, Site site);
 void bulk_commit();
 void bulk_wait(int groups_in_flight, bool reads_only, Site site);

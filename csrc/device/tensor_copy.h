@@ -45,6 +45,16 @@ template <int Rank> __device__ __forceinline__ void tensor_load(void* shared, co
 #endif
 }
 
+// A hint: brings a box to the second-level cache.
+__device__ __forceinline__ void tensor_prefetch(const TensorMap* map, const int (&c)[2] WARPSMITH_SITE) {
+#ifdef WARPSMITH_SIM
+  sim::tensor_prefetch(map, c, 2, site);
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1,%2}];" ::"l"(map), "r"(c[0]), "r"(c[1])
+               : "memory");
+#endif
+}
+
 // The same into every block of the cluster whose bit is set in `blocks`: same offset, and counted on the barrier at the
 // same offset there. Every receiving block expects the bytes on its own barrier.
 template <int Rank> __device__ __forceinline__ void tensor_load_multicast(void* shared, const TensorMap* map,

@@ -92,7 +92,7 @@ py::dict plan_scaled(const py::kwargs& given) {
   const auto how = static_cast<ScaledAccumulate>(problem.one_of("accumulate", kScaledAccumulate));
   const bool emulate = problem.flag("emulate", false);
   const int64_t capability = problem.integer("code_capability", 80, 90);
-  ProductProblem own{rows, out, in};
+  ProductProblem own{rows, out, ceil_div(in, int64_t{2})};  // pairs
   own.asked = static_cast<OwnProduct>(problem.one_of("own_product", kOwnProduct));
   own.half = problem.dtype_bytes("dtype", "bfloat16") == 2;
   own.sm90a_code = capability == 90;

@@ -178,8 +178,7 @@ void check_linear(const void* global, const void* shared, int bytes, const char*
   if (in_shared(global)) fail(std::string(what) + ": expected global memory, got shared", site);
 }
 
-BulkOperation tensor_operation(const void* map, const int* coordinates, int rank, const void* shared, const char* what,
-                               Site site) {
+BulkOperation box_operation(const void* map, const int* coordinates, int rank, const char* what, Site site) {
   BulkOperation op;
   op.tensor = true;
   op.map = *static_cast<const TensorMap*>(map);
@@ -196,8 +195,6 @@ BulkOperation tensor_operation(const void* map, const int* coordinates, int rank
     fail(std::string("cudaErrorIllegalInstruction: ") + what +
              ": the innermost coordinate must be a multiple of 16 bytes",
          site);
-  check_shared(shared, static_cast<unsigned>(device::swizzle_alignment_bytes(m.swizzle)), what, site);
-  op.shared = static_cast<unsigned char*>(const_cast<void*>(shared));
   op.bytes = size_bytes(m.dtype);
   for (int i = 0; i < rank; ++i) op.bytes *= m.box_minus_one[i] + 1;
   int64_t inside = 0;
@@ -206,6 +203,14 @@ BulkOperation tensor_operation(const void* map, const int* coordinates, int rank
   // An H200 reads the map's base for a box that lies outside altogether, and ends the kernel with "illegal address"
   // where nothing is mapped there (2026-11-29). The address sanitizer sees this read.
   if (inside == 0) (void)*static_cast<const volatile unsigned char*>(m.base);
+  return op;
+}
+BulkOperation tensor_operation(const void* map, const int* coordinates, int rank, const void* shared, const char* what,
+                               Site site) {
+  BulkOperation op = box_operation(map, coordinates, rank, what, site);
+  check_shared(shared, static_cast<unsigned>(device::swizzle_alignment_bytes(content_of(op.map, site).swizzle)), what,
+               site);
+  op.shared = static_cast<unsigned char*>(const_cast<void*>(shared));
   return op;
 }
 
@@ -317,6 +322,18 @@ void tensor_load(void* shared, const void* map, const int* coordinates, int rank
   machine.counters.global_bytes_read += machine.tensor_bytes;
   machine.counters.shared_bytes_written += op.bytes;
   issue(std::move(op));
+}
+
+// Moves nothing. The address sanitizer's build refuses bytes outside of an allocation.
+void tensor_prefetch(const void* map, const int* coordinates, int rank, Site site) {
+  if (!sm90_code()) return;
+  [[maybe_unused]] const BulkOperation op = box_operation(map, coordinates, rank, "tensor_prefetch", site);
+#if defined(__SANITIZE_ADDRESS__)
+  for_each_piece(op, [&](uint32_t, unsigned char* p, int bytes) {
+    if (p && __asan_region_is_poisoned(p, static_cast<size_t>(bytes)))
+      fail("tensor_prefetch: bytes outside of an allocation", site);
+  });
+#endif
 }
 
 void tensor_store(const void* map, const int* coordinates, int rank, const void* shared, bool add, Site site) {

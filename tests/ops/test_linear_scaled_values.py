@@ -360,9 +360,11 @@ def test_plan():
     assert warpsmith.plan("scaled_linear", **sizes, code_capability=100)["path"] == "none"
     assert warpsmith.plan("scaled_linear", **sizes, scaling="tensor", code_capability=89)["path"] == "_scaled_mm"
     own = warpsmith.plan("scaled_linear", **sizes, own_product="always")
-    assert (own["path"], own["tile"], own["wgrad"]) == ("own", "128x256", "float32")
+    assert (own["path"], own["tile"], own["wgrad"]) == ("own", "256x128", "float32")
     own = warpsmith.plan("scaled_linear", **sizes, own_product="always", accumulate="float32")
-    assert (own["path"], own["tile"], own["forward"]) == ("own", "128x192", "float32")
+    assert (own["path"], own["tile"], own["forward"]) == ("own", "256x128", "float32")
+    long = {**sizes, "in_features": 8192}
+    assert warpsmith.plan("scaled_linear", **long, own_product="always", accumulate="float32")["tile"] == "128x192"
     for other in ({"scaling": "block"}, {"emulate": True}, {"dtype": "float32"}, {"code_capability": 89}):
         assert warpsmith.plan("scaled_linear", **sizes, own_product="always", **other)["path"] != "own"
 

@@ -68,9 +68,8 @@ struct ProductKernel {
   ProductFactors factors = ProductFactors::halves;
 
   constexpr bool float8() const { return factors != ProductFactors::halves; }
-  constexpr int accumulators() const { return tile.accumulators() * (promotes ? 2 : 1); }  // of a thread
   // Whether a finished tile is rounded at once, and stored while the products of the next one run.
-  constexpr bool defers() const { return epilogue != ProductEpilogue::wide && accumulators() <= 128; }
+  constexpr bool defers() const { return epilogue != ProductEpilogue::wide && tile.accumulators() <= 128; }
   constexpr bool reads() const {
     return epilogue == ProductEpilogue::residual || epilogue == ProductEpilogue::derivative;
   }
@@ -88,13 +87,15 @@ struct ProductKernel {
   constexpr bool takes_bias() const { return layout == ProductLayout::nt && !symmetric(); }
   // Of a column in shared memory: its bias, behind which lie the scales of all.
   constexpr int vector_bytes() const { return tile.columns * (float8() ? 6 : 2); }
+  // Tiles whose vectors lie in shared memory: the second half of an 8-bit tile is scaled under the next one's products.
+  constexpr int vectors() const { return float8() && tile.rows == 256 ? 2 : 1; }
   constexpr bool operator==(const ProductKernel&) const = default;
 };
 
 constexpr ProductTile kWideTile{128, 256, 4, 2, 1};      // shares the longer side, which costs the least energy
-constexpr ProductTile kTallTile{256, 128, 4, 1, 2};      // as fast within 0.4 %; for comparisons alone
+constexpr ProductTile kTallTile{256, 128, 4, 1, 2};      // as fast within 0.4 %; of 8-bit floats: two blocks of rows
 constexpr ProductTile kLargeTile{256, 192, 3, 2, 1};     // fills waves that the others leave half empty
-constexpr ProductTile kPromotedTile{128, 192, 4, 2, 1};  // leaves registers for sums twice
+constexpr ProductTile kPromotedTile{128, 192, 4, 2, 1};  // more products between additions of promoted sums
 constexpr ProductKernel kProducts[] = {
     {ProductLayout::nt, ProductEpilogue::store, false, kWideTile},
     {ProductLayout::nt, ProductEpilogue::store, false, kTallTile},
@@ -113,8 +114,10 @@ constexpr ProductKernel kProducts[] = {
     {ProductLayout::tn, ProductEpilogue::wide, false, kLargeTile},
     {ProductLayout::tn, ProductEpilogue::wide, true, kWideTile},
     {ProductLayout::tn, ProductEpilogue::symmetric, false, kWideTile},
-    {ProductLayout::nt, ProductEpilogue::store, false, kWideTile, false, ProductFactors::e4m3},
-    {ProductLayout::nt, ProductEpilogue::store, false, kWideTile, false, ProductFactors::e5m2},
+    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, false, ProductFactors::e4m3},
+    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, false, ProductFactors::e5m2},
+    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, true, ProductFactors::e4m3},
+    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, true, ProductFactors::e5m2},
     {ProductLayout::nt, ProductEpilogue::store, false, kPromotedTile, true, ProductFactors::e4m3},
     {ProductLayout::nt, ProductEpilogue::store, false, kPromotedTile, true, ProductFactors::e5m2},
 };
@@ -124,7 +127,7 @@ enum class OwnProduct : uint8_t { automatic, always, never };
 constexpr const char* const kOwnProduct[] = {"auto", "always", "never"};
 
 struct ProductProblem {
-  int64_t rows = 0, columns = 1, inner = 1;
+  int64_t rows = 0, columns = 1, inner = 1;  // inner: of 8-bit floats in pairs
   ProductLayout layout = ProductLayout::nt;
   ProductEpilogue epilogue = ProductEpilogue::store;
   bool half = true;     // the result has 16 bits, and so have factors that are not 8-bit floats
@@ -236,6 +239,9 @@ constexpr const char* product_does_not_pay(const ProductProblem& p) {
 // rest is larger, handing sums over cost more than it gave; so it would, by counting its bytes, for short sums. Else
 // 128 x 256 where its whole waves waste less than 10 %, and 256 x 192 where that wastes less.
 constexpr int64_t kLeastSplit = 8192;
+// Promoted sums: a prototype's were faster by 128 x 192 from so many terms on, where that takes no more waves
+// (2026-11-24; these kernels have not been compared).
+constexpr int64_t kLeastForPromotedTile = 8192;
 constexpr ProductPlan choose_product(const ProductProblem& p) {
   constexpr int64_t kMostSize = int64_t{1} << 31;
   if (p.asked == OwnProduct::never) return {nullptr, "the library's product: it has been asked for"};
@@ -248,7 +254,14 @@ constexpr ProductPlan choose_product(const ProductProblem& p) {
   if (p.factors != ProductFactors::halves) {
     if (p.asked == OwnProduct::automatic)
       return {nullptr, "the library's product: ours of 8-bit floats has not been measured"};
-    const ProductTile& tile = p.promotes ? kPromotedTile : kWideTile;
+    const int64_t clusters = product_clusters(kTallTile, p.multiprocessors);
+    const auto waves = [&](const ProductTile& t) {
+      return ceil_div(product_units(t, p.rows, p.columns), clusters) * t.rows * t.columns;
+    };
+    const bool promoted_tile =
+        p.promotes && (p.tile_rows == 128 || (p.tile_rows == 0 && 2 * p.inner >= kLeastForPromotedTile &&
+                                              waves(kPromotedTile) <= waves(kTallTile)));
+    const ProductTile& tile = promoted_tile ? kPromotedTile : kTallTile;
     return {find_product({p.layout, p.epilogue, false, tile, p.promotes, p.factors}),
             p.promotes ? "our product: sums of 128 terms are added up in float32"
                        : "our product: the tensor core adds up all terms"};

@@ -101,6 +101,7 @@ template <int Rank> __global__ void move_box(const __grid_constant__ TensorMap f
       a[i] = source.at[i];
       b[i] = target.at[i];
     }
+    if constexpr (Rank == 2) device::tensor_prefetch(&from, a);
     device::tensor_load(buffer, &from, full, a);
     device::mbarrier_wait(full, 0);
     if (add)

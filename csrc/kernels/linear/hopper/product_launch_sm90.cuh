@@ -79,6 +79,8 @@ template <ProductKernel kernel> Status place(SiblingMaps& maps, ProductArguments
   return nt ? map_a<kernel>(maps.a[0], x, x.a, x.inner, x.a_stride) : map_out<kernel>(maps.out[0], x, x.out, x.columns);
 }
 
+constexpr int kPrefetchStages = 32;  // the last of a sum, in which out is brought to the second-level cache
+
 // I: an entry of kProducts. T: of 16-bit factors; maps of 8-bit floats are of pairs.
 template <class T, class I> Status run_product(const ProductParams& x, void* stream) {
   constexpr ProductKernel kernel = I::value;
@@ -111,6 +113,9 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
   p.activation = x.activation;
   p.keep = x.z != nullptr;
   p.add = kernel.symmetric() ? x.z != nullptr : x.add;
+  if (kernel.epilogue == ProductEpilogue::wide && x.add)
+    p.prefetch = static_cast<int>(
+        ceil_div(tile.rows * tile.columns / (16 * kWideColumns), std::clamp(p.blocks, 1, kPrefetchStages)));
   p.a_scale = x.a_scale;
   p.b_scale = x.b_scale;
   p.scales_of_rows = x.scales_of_rows;

@@ -4,6 +4,7 @@
 #include "device/register_budget.h"
 #include "kernels/linear/hopper/product_sm90_consumer.cuh"
 #include "kernels/linear/hopper/product_sm90_finisher.cuh"
+#include "kernels/linear/hopper/product_sm90_float8.cuh"
 
 // A product of 16-bit matrices or of 8-bit floats on Hopper: TMA, wgmma, specialised warpgroups, clusters, persistent
 // blocks.
@@ -70,6 +71,7 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Map
   using BMajor = std::bool_constant<kernel.layout != ProductLayout::nt>;
   Ring<tile.stages> ring;
   unsigned bias_parity = 0;
+  Ring<kernel.vectors()> vector;  // of 8-bit floats
   ProductShares<kernel.splits> shares(p, place.cluster, place.clusters);
   for (Share share; shares.next(&share);) {
     const TilePlace at = place.tile(share.unit);
@@ -77,15 +79,22 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Map
       Mbarrier* full = shared.full + ring.stage;
       device::mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
       int bias_bytes = 0;
+      unsigned char* vectors = shared.bias;
       if (kernel.takes_bias() && p.biased<kernel>(at.batch) && block == p.blocks - 1) {  // comes with the last stage
-        device::mbarrier_wait(shared.bias_empty, bias_parity ^= 1);
+        if constexpr (kernel.float8()) {
+          device::mbarrier_wait(shared.bias_empty + vector.stage, vector.parity ^ 1);
+          vectors += vector.stage * kernel.vector_bytes();
+          vector.next();
+        } else {
+          device::mbarrier_wait(shared.bias_empty, bias_parity ^= 1);
+        }
         bias_bytes =
             max(0, min(kernel.columns(), (kernel.siblings() ? p.widths[at.batch] : p.columns) - at.column) * 2);
       }
       // halves: of an element
       const auto load_bias = [&](int which, const void* bias, int halves = 1) {
         if (bias_bytes > 0 && bias != nullptr)
-          device::bulk_load(shared.bias + which * kernel.columns() * 2,
+          device::bulk_load(vectors + which * kernel.columns() * 2,
                             static_cast<const unsigned char*>(bias) + int64_t{at.column} * 2 * halves,
                             bias_bytes * halves, full);
       };
@@ -110,6 +119,15 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Map
       const int column = at.column - (second ? kernel.columns() : 0);
       load(BMajor(), shared.b(ring.stage), b_map + of_b, full, column, at.batch, tile.columns, k, place.rank_row,
            std::integral_constant<int, tile.cluster_rows>(), b_blocks);
+      if constexpr (kernel.epilogue == ProductEpilogue::wide && !kernel.splits) {
+        // Out is read as it is added to. The last stages bring it to the second-level cache before, a few boxes each:
+        // at once they would delay the operands, and those of a long sum would replace what came early.
+        constexpr int kAcross = tile.columns / kWideColumns, kBoxes = tile.rows / 16 * kAcross;
+        int box = (block - p.blocks) * p.prefetch + kBoxes;
+        for (const int end = box + p.prefetch; box < end; ++box)
+          if (box >= 0)
+            device::tensor_prefetch(&maps.out, {at.column + box % kAcross * kWideColumns, at.row + box / kAcross * 16});
+      }
     }
   }
 }
@@ -139,7 +157,7 @@ template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1
         device::mbarrier_init(shared.z_full + i, 1);
       }
     }
-    device::mbarrier_init(shared.bias_empty, kConsumerWarps);
+    for (int i = 0; i < kernel.vectors(); ++i) device::mbarrier_init(shared.bias_empty + i, kConsumerWarps);
     device::mbarrier_init_fence();
   }
   if constexpr (kernel.splits) {
@@ -162,7 +180,8 @@ template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1
     __syncwarp(0xffffffffu);
   } else {
     device::increase_registers<kernel.consumer_registers()>();
-    ProductConsumer<T, kernel>(p, shared, maps, begun, warpgroup - 1).run();
+    using Consumer = std::conditional_t<kernel.float8(), Float8Consumer<kernel>, ProductConsumer<T, kernel>>;
+    Consumer(p, shared, maps, begun, warpgroup - 1).run();
     __syncwarp(0xffffffffu);
   }
   device::cluster_barrier();  // a block that has exited can no longer be given buffers

@@ -52,7 +52,6 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   TilePlace now{}, before{};  // this warp's first row and column of the tile in acc, and of the finished one
   int buffer = 0;
   unsigned z_parity = 0;  // of `symmetric`
-  float row_scale[2];     // of 8-bit floats: of this lane's rows
 
   __device__ __forceinline__ ProductConsumer(const ProductArguments& arguments, const ProductShared<kernel>& memory,
                                              const MapsOf<kernel.siblings()>& tensors, int begun, int warpgroup)
@@ -84,23 +83,9 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       for (int m = 0; m < kBlocks; ++m) {
         const uint64_t a = device::advance(first_a, m * kPanelBytes + k * bytes(kA)),
                        b = device::advance(first_b, k * bytes(kB));
-        if constexpr (kernel.factors == ProductFactors::e4m3)
-          device::wgmma_float8<float8_e4m3, float8_e4m3, tile.columns>(to[m], a, b, k > 0 || accumulate);
-        else if constexpr (kernel.float8())
-          device::wgmma_float8<float8_e5m2, float8_e4m3, tile.columns>(to[m], a, b, k > 0 || accumulate);
-        else
-          device::wgmma<T, tile.columns, kA, kB>(to[m], a, b, k > 0 || accumulate);
+        device::wgmma<T, tile.columns, kA, kB>(to[m], a, b, k > 0 || accumulate);
       }
     device::wgmma_commit();
-  }
-  // Adds the sums of a stage, which the tensor core has made.
-  __device__ __forceinline__ void add_part(Sums& part) {
-#pragma unroll
-    for (int m = 0; m < kBlocks; ++m) {
-      device::hold(part[m]);
-#pragma unroll
-      for (int i = 0; i < tile.columns / 2; ++i) acc[m][i] += part[m][i];
-    }
   }
   // Gives a stage back to the loaders of all blocks that copy into it.
   __device__ __forceinline__ void release(int stage) {
@@ -322,60 +307,30 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   __device__ __forceinline__ void place_now(int unit) {
     now = place.tile(unit);
     now.row += group * (tile.rows / 2) + warp % 4 * 16;
-    if constexpr (kernel.float8()) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = p.scales_of_rows ? now.row + lane / 4 + 8 * i : 0;
-        row_scale[i] = p.a_scale != nullptr && row < p.rows ? device::load(p.a_scale + row) : 1.0f;
-        if (!p.scales_of_rows && p.b_scale != nullptr) row_scale[i] *= device::load(p.b_scale);
-      }
-    }
   }
 
   // ---- a tile whose sums are complete
 
-  // 8-bit floats. By the scales of columns first: a gradient's or a large row's would overflow before small weights'.
-  __device__ __forceinline__ void scale_sums() {
-    static_assert(kBlocks == 1 || !kernel.float8());
-    using Two = device::Vector<float, 2>;
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      float* const sums = acc[0] + 32 * panel;
-      if (p.column_scales<kernel>()) {
-        Two scales[8];  // all loads before their use
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          scales[j] = device::load(reinterpret_cast<const Two*>(
-              shared.bias + tile.columns * 2 + (panel * kPanelColumns + 8 * j + lane % 4 * 2) * sizeof(float)));
-#pragma unroll
-        for (int j = 0; j < 32; ++j) sums[j] *= scales[j / 4].at[j % 2];
-      }
-#pragma unroll
-      for (int j = 0; j < 32; ++j) sums[j] = __fmul_rn(sums[j], row_scale[j / 2 % 2]);  // no part of adding the bias
-    }
-  }
   // Words of the bias for a panel's columns, as they lie in sums.
-  __device__ __forceinline__ void load_bias(int panel, uint32_t (&bias)[8]) const {
+  __device__ __forceinline__ void load_bias(const unsigned char* from, int panel, uint32_t (&bias)[8]) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j)
       bias[j] = device::load(
-          reinterpret_cast<const uint32_t*>(shared.bias + (panel * kPanelColumns + 8 * j + lane % 4 * 2) * sizeof(T)));
+          reinterpret_cast<const uint32_t*>(from + (panel * kPanelColumns + 8 * j + lane % 4 * 2) * sizeof(T)));
   }
-  // Out: the dtype of bias and result.
-  template <class Out> __device__ __forceinline__ void add_bias() {
+  __device__ __forceinline__ void add_bias() {
     if constexpr (kernel.takes_bias()) {
       if (!p.biased<kernel>(now.batch)) return;
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        if (kernel.float8() && p.bias == nullptr) continue;
         if (kernel.gated() && (panel < kPanels / 2 ? p.bias : p.up_bias) == nullptr) continue;
         uint32_t bias[8];  // all loads before their use
-        load_bias(panel, bias);
+        load_bias(shared.bias, panel, bias);
 #pragma unroll
         for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
           for (int j = 0; j < 32; ++j)
-            acc[m][32 * panel + j] += j % 2 ? device::high_half<Out>(bias[j / 4]) : device::low_half<Out>(bias[j / 4]);
+            acc[m][32 * panel + j] += j % 2 ? device::high_half<T>(bias[j / 4]) : device::low_half<T>(bias[j / 4]);
       }
       __syncwarp(0xffffffffu);
       device::mbarrier_arrive_cluster_if(lane == 0, shared.bias_empty, place.rank);
@@ -409,8 +364,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       send([&] { send_wide(at, i); });
     }
   }
-  template <class Out> __device__ __forceinline__ void round_tile() {
-    add_bias<Out>();
+  __device__ __forceinline__ void round_tile() {
+    add_bias();
     if (kernel.symmetric() && p.alpha != 1) {
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m)
@@ -422,7 +377,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       const float* from = acc[panel / kPanels] + panel % kPanels * 32;
       uint32_t* w = finished + (kernel.defers() ? panel * kPanelWords : 0);
 #pragma unroll
-      for (int i = 0; i < kPanelWords; ++i) w[i] = device::pack<Out>(from[2 * i], from[2 * i + 1]);
+      for (int i = 0; i < kPanelWords; ++i) w[i] = device::pack<T>(from[2 * i], from[2 * i + 1]);
       if constexpr (!kernel.defers()) {
         prepare_panel(w);
         send_panel(panel);
@@ -433,14 +388,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     before = now;
     if constexpr (kEpilogue == ProductEpilogue::wide) {
       store_wide(last);
-    } else if constexpr (kernel.float8()) {
-      scale_sums();
-      if (p.to_float16)
-        round_tile<float16>();
-      else
-        round_tile<bfloat16>();
     } else {
-      round_tile<T>();
+      round_tile();
     }
   }
   // The last tile of an epilogue without arithmetic, in one go, through the memory of the ring, which is free.
@@ -522,23 +471,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       }
       const int blocks = more ? share.end - share.begin : 0;
       int previous = 0;
-      if constexpr (kernel.promotes) {
-#pragma unroll
-        for (int m = 0; m < kBlocks; ++m)
-#pragma unroll
-          for (float& sum : acc[m]) sum = 0;
-      }
       for (int block = 0; block < blocks; ++block) {
         device::mbarrier_wait(shared.full + ring.stage, ring.parity);
-        if constexpr (kernel.promotes) {
-          Sums part;
-          multiply(part, ring.stage, false);
-          device::wgmma_wait<0>();
-          release(ring.stage);
-          ring.next();
-          add_part(part);
-          continue;
-        }
         multiply(acc, ring.stage, block > 0);
         if constexpr (kOpens) store_steps(step, block);  // with two groups in flight
         device::wgmma_wait<1>();
@@ -563,7 +497,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       if (more) place_now(share.unit);
       device::wgmma_wait<0>();
       if (!more) break;
-      if constexpr (!kernel.promotes) release(previous);
+      release(previous);
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m) device::hold(acc[m]);
       bool complete = true;

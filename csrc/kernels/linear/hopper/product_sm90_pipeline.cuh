@@ -21,6 +21,7 @@ constexpr int kStageInner = 64;    // k of a stage; 8-bit floats are counted in 
 constexpr int kPanelColumns = 64;  // 16-bit columns of a swizzled row
 constexpr int kRowBytes = 128;     // of a swizzled row
 constexpr int kPanelBytes = kStageInner * kRowBytes;
+constexpr int kWideColumns = 32;                                // of a swizzled row of float32
 constexpr int kWarpBuffers = 2, kBufferBytes = 16 * kRowBytes;  // in which a warp stages 16 rows
 constexpr int kBandUnits = 8;
 
@@ -69,6 +70,7 @@ struct ProductArguments {
   // and bias of each, of nt.
   int first[kMostSiblings], widths[kMostSiblings];
   const void* biases[kMostSiblings];
+  int prefetch;  // of `wide` that adds: boxes of out that each of the last stages brings to the second-level cache
 
   // The sibling of a unit or a stage.
   __device__ __forceinline__ int sibling_at(int place) const {
@@ -91,9 +93,9 @@ template <ProductKernel kernel> struct ProductState {
   Mbarrier full[kernel.tile.stages], empty[kernel.tile.stages];
   // Of the panel that a consumer warp hands over (full: one for each panel of a tile), and of z for it.
   Mbarrier panel_full[kConsumerWarps * kernel.panels()], panel_empty[kConsumerWarps], z_full[kConsumerWarps];
-  Mbarrier bias_empty[1];
+  Mbarrier bias_empty[kernel.vectors()];
   int begun;  // clusters before this one, where sums are split
-  alignas(16) unsigned char bias[kernel.vector_bytes()];
+  alignas(16) unsigned char bias[kernel.vectors() * kernel.vector_bytes()];
 };
 
 template <ProductKernel kernel> struct ProductShared {

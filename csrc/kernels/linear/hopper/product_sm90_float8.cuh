@@ -1,0 +1,215 @@
+#pragma once
+#include "device/float8.h"
+#include "kernels/linear/hopper/product_sm90_consumer.cuh"
+
+// The consumer warpgroups of a Hopper product of 8-bit floats (product_sm90.cuh): sums, scales and rounding.
+namespace warpsmith::linear {
+
+// A warpgroup owns two blocks of 64 rows, and the tensor core works on one of them at a time. So one block is scaled
+// and rounded while the products of the other run, within a tile and from one tile to the next. Of kPromotedTile it
+// owns one.
+//   fast:     the tensor core adds up all terms.
+//   promoted: the tensor core adds up the terms of a stage; these sums are added in float32, in ordinary registers.
+template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16, kernel> {
+  using Base = ProductConsumer<bfloat16, kernel>;
+  using Base::acc, Base::before, Base::finished, Base::group, Base::lane, Base::now, Base::p, Base::place, Base::ring,
+      Base::shared;
+  using Base::kBlocks, Base::kPanels, Base::kPanelWords, Base::kSteps, Base::tile;
+  using Factor = std::conditional_t<kernel.factors == ProductFactors::e4m3, float8_e4m3, float8_e5m2>;
+  using Block = float[tile.columns / 2];  // the sums of 64 rows
+  static_assert(kernel.defers() && (kBlocks == 2 || (kBlocks == 1 && kernel.promotes)));
+
+  float scale = 1.0f;             // lane l: of row l % 16 of this warp's rows in block l / 16, or of all rows
+  Ring<kernel.vectors()> vector;  // where this tile's bias and scales of columns lie
+
+  __device__ __forceinline__ Float8Consumer(const ProductArguments& arguments, const ProductShared<kernel>& memory,
+                                            const ProductMaps& tensors, int begun, int warpgroup)
+      : Base(arguments, memory, tensors, begun, warpgroup) {
+    if (!p.scales_of_rows && p.a_scale != nullptr) scale = device::load(p.a_scale);
+    if (!p.scales_of_rows && p.b_scale != nullptr) scale *= device::load(p.b_scale);
+  }
+
+  // The products of a stage, of one block.
+  __device__ __forceinline__ void multiply_block(Block& to, int m, int stage, bool accumulate) {
+    const auto descriptor = [](const unsigned char* at) {
+      return device::wgmma_descriptor(Swizzle::bytes128, at, 16, 1024);
+    };
+    const uint64_t a = descriptor(shared.a(stage) + (group * kBlocks + m) * kPanelBytes),
+                   b = descriptor(shared.b(stage));
+    device::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kStageInner / 16; ++k)
+      device::wgmma_float8<Factor, float8_e4m3, tile.columns>(to, device::advance(a, k * 32),
+                                                              device::advance(b, k * 32), k > 0 || accumulate);
+    device::wgmma_commit();
+  }
+  __device__ __forceinline__ void place_now(int unit) {
+    Base::place_now(unit);
+    if (!p.scales_of_rows || p.a_scale == nullptr) return;
+    const int row = now.row + lane / 16 * 64 + lane % 16;
+    scale = row < p.rows ? device::load(p.a_scale + row) : 1.0f;
+  }
+
+  // Columns' scales first: a gradient's or a large row's would overflow before small weights'.
+  template <class Out> __device__ __forceinline__ void round_block(int m, const unsigned char* vectors) {
+    if (p.bias != nullptr) {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        uint32_t bias[8];  // all loads before their use
+        this->load_bias(vectors, panel, bias);
+#pragma unroll
+        for (int j = 0; j < 32; ++j)
+          acc[m][32 * panel + j] += j % 2 ? device::high_half<Out>(bias[j / 4]) : device::low_half<Out>(bias[j / 4]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPanels * kPanelWords; ++i)
+      finished[m * kPanels * kPanelWords + i] = device::pack<Out>(acc[m][2 * i], acc[m][2 * i + 1]);
+  }
+  // Scales a block whose sums are complete, and rounds it into `finished`.
+  __device__ __forceinline__ void finish_block(int m) {
+    using Two = device::Vector<float, 2>;
+    const unsigned char* const vectors = shared.bias + vector.stage * kernel.vector_bytes();
+    if (p.template column_scales<kernel>()) {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        Two scales[8];  // all loads before their use
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          scales[j] = device::load(reinterpret_cast<const Two*>(
+              vectors + tile.columns * 2 + (panel * kPanelColumns + 8 * j + lane % 4 * 2) * sizeof(float)));
+#pragma unroll
+        for (int j = 0; j < 32; ++j) acc[m][32 * panel + j] *= scales[j / 4].at[j % 2];
+      }
+    }
+    float of_row[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) of_row[i] = __shfl_sync(0xffffffffu, scale, m * 16 + lane / 4 + 8 * i);
+#pragma unroll
+    for (int j = 0; j < tile.columns / 2; ++j)
+      acc[m][j] = __fmul_rn(acc[m][j], of_row[j / 2 % 2]);  // no part of adding the bias
+    if (p.to_float16)
+      round_block<float16>(m, vectors);
+    else
+      round_block<bfloat16>(m, vectors);
+    if (m < kBlocks - 1) return;
+    if (p.template biased<kernel>(0)) {
+      __syncwarp(0xffffffffu);
+      device::mbarrier_arrive_cluster_if(lane == 0, shared.bias_empty + vector.stage, place.rank);
+      vector.next();
+    }
+    __syncwarp(0xffffffffu);
+  }
+
+  // The second block is waited for before the next tile's first products are issued, and these stand in no branch: else
+  // ptxas serialises all wgmma (C7514, C7517).
+  __device__ __forceinline__ void run_fast() {
+    ProductShares<false> shares(p, place.cluster, place.clusters);
+    Share share;
+    if (!shares.next(&share)) return;
+    const auto begin = [&] {
+      device::mbarrier_wait(shared.full + ring.stage, ring.parity);
+      multiply_block(acc[0], 0, ring.stage, false);
+    };
+    begin();
+    int skip = Base::kNothing;  // `finished` holds nothing yet
+    for (;;) {
+      multiply_block(acc[1], 1, ring.stage, false);
+      int previous = ring.stage;
+      ring.next();
+      this->store_step(skip);
+      for (int block = 1; block < p.blocks; ++block) {
+        device::mbarrier_wait(shared.full + ring.stage, ring.parity);
+        multiply_block(acc[0], 0, ring.stage, true);
+        multiply_block(acc[1], 1, ring.stage, true);
+        device::wgmma_wait<2>();
+        this->release(previous);
+        previous = ring.stage;
+        ring.next();
+        this->store_step(skip + block);
+      }
+      for (int part = p.blocks; skip + part < kSteps; ++part) this->store_step(skip + part);  // of a short sum
+      place_now(share.unit);
+      device::wgmma_wait<1>();
+      device::hold(acc[0]);
+      finish_block(0);
+      device::wgmma_wait<0>();
+      this->release(previous);
+      device::hold(acc[1]);
+      before = now;
+      skip = 0;
+      if (!shares.next(&share)) break;
+      begin();
+      finish_block(1);
+      __syncwarp(0xffffffffu);
+    }
+    finish_block(1);
+    this->store_last_tile();
+  }
+
+  // Stores the panels of a block, two behind a fence.
+  __device__ __forceinline__ void store_block(int m) {
+#pragma unroll
+    for (int first = 0; first < kPanels; first += kWarpBuffers) {
+      this->wait_for_stores();
+#pragma unroll
+      for (int i = first; i < kPanels && i < first + kWarpBuffers; ++i)
+        this->stage_panel(Base::staging + (i - first) * kBufferBytes, finished + (m * kPanels + i) * kPanelWords);
+      this->send([&] {
+#pragma unroll
+        for (int i = first; i < kPanels && i < first + kWarpBuffers; ++i)
+          device::tensor_store(Base::out, Base::staging + (i - first) * kBufferBytes,
+                               {before.column + i * kPanelColumns, before.row + m * 64});
+      });
+    }
+  }
+  // acc += the products of a stage. A stage's sums of the second block follow those of the first into the same
+  // registers. `meanwhile(m)` is called while the products of a block run.
+  template <class Meanwhile> __device__ __forceinline__ void add_stage(bool first, Meanwhile&& meanwhile) {
+    device::mbarrier_wait(shared.full + ring.stage, ring.parity);
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m) {
+      Block part;
+      multiply_block(part, m, ring.stage, false);
+      meanwhile(m);
+      device::wgmma_wait<0>();
+      if (m == kBlocks - 1) this->release(ring.stage);
+      device::hold(part);
+#pragma unroll
+      for (int i = 0; i < tile.columns / 2; ++i) acc[m][i] = (first ? 0.0f : acc[m][i]) + part[i];
+    }
+    ring.next();
+  }
+  __device__ __forceinline__ void run_promoted() {
+    ProductShares<false> shares(p, place.cluster, place.clusters);
+    bool begun = false;
+    for (Share share; shares.next(&share);) {
+      add_stage(true, [&](int m) {
+        if (begun) {
+          if (m == 0 && kBlocks == 2) finish_block(kBlocks - 1);
+          store_block(m);
+        }
+        if (m == kBlocks - 1) place_now(share.unit);
+      });
+      for (int block = 1; block < p.blocks; ++block) add_stage(false, [](int) {});
+      finish_block(0);
+      before = now;
+      begun = true;
+      __syncwarp(0xffffffffu);
+    }
+    if (begun) {
+      if (kBlocks == 2) finish_block(kBlocks - 1);
+      this->store_last_tile();
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if constexpr (kernel.promotes)
+      run_promoted();
+    else
+      run_fast();
+    if (lane == 0) device::bulk_wait_read<0>();
+  }
+};
+
+}  // namespace warpsmith::linear
