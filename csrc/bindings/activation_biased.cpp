@@ -31,9 +31,7 @@ Tensor biased_forward(Biased op, const Tensor& x_any, const Tensor& bias_any, bo
                           tanh,
                           dtype,
                           bias_dtype};
-  run_on(
-      name(op), x_any, [&](void* stream) { return biased_forward_cuda(op, p, stream); },
-      [&](const Parallel& threads) { return biased_forward_cpu(op, p, threads); });
+  run_on<biased_forward_cuda, biased_forward_cpu>(name(op), x_any, op, p);
   return y;
 }
 
@@ -107,27 +105,16 @@ template <Biased op, class... Flag> struct Bound {
 WARPSMITH_BIASED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 
-WARPSMITH_SCHEMAS(m) {
-  const auto def = [&](const std::string& op, const std::string& flag) {
-    const std::string inputs = "Tensor x, Tensor bias";
-    m.def((op + "(" + inputs + flag + ") -> Tensor y").c_str());
-    m.def((op + "_forward(" + inputs + flag + ") -> Tensor y").c_str());
-    m.def((op + "_backward(Tensor dy, " + inputs + ", bool want_dx, bool want_dbias" + flag +
-           ") -> (Tensor dx, Tensor dbias)")
-              .c_str());
-  };
-#define WARPSMITH_ROW(op, function, flag) def(#op, WARPSMITH_FLAG_SCHEMA_##flag);
-  WARPSMITH_BIASED_OPS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-#define WARPSMITH_ROW(op, function, flag)                          \
-  {                                                                \
-    using Row = WARPSMITH_FLAG_ARGUMENT_##flag(Bound, Biased::op); \
-    m.impl(#op, TORCH_BOX(&Row::forward));                         \
-    m.impl(#op "_forward", TORCH_BOX(&Row::forward));              \
-    m.impl(#op "_backward", TORCH_BOX(&Row::backward));            \
+WARPSMITH_OPS(m) {
+  const std::string inputs = "Tensor x, Tensor bias";
+#define WARPSMITH_ROW(op, function, flag)                                                   \
+  {                                                                                         \
+    using Row = WARPSMITH_FLAG_ARGUMENT_##flag(Bound, Biased::op);                          \
+    const std::string more = WARPSMITH_FLAG_SCHEMA_##flag;                                  \
+    m.add_forward(#op, "(" + inputs + more + ") -> Tensor y", TORCH_BOX(&Row::forward));    \
+    m.add(#op "_backward(Tensor dy, " + inputs + ", bool want_dx, bool want_dbias" + more + \
+              ") -> (Tensor dx, Tensor dbias)",                                             \
+          TORCH_BOX(&Row::backward));                                                       \
   }
   WARPSMITH_BIASED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW

@@ -330,38 +330,31 @@ std::string schema(const char* op, bool in_place, const char* more) {
          ")";
 }
 
-WARPSMITH_SCHEMAS(m) {
-  const char* const statistics = ", Tensor mean, Tensor rstd, Tensor mask";
-  m.def(schema("batch_norm", false, statistics).c_str());
-  m.def(schema("batch_norm_forward", true, statistics).c_str());
-  m.def(schema("batch_norm_inference", true, "").c_str());
-  m.def(
+WARPSMITH_OPS(m) {
+  const char* const and_statistics = ", Tensor mean, Tensor rstd, Tensor mask";
+  m.add(schema("batch_norm", false, and_statistics), TORCH_BOX(&with_statistics<false>));
+  m.add(schema("batch_norm_forward", true, and_statistics), TORCH_BOX(&with_statistics<true>));
+  m.add(schema("batch_norm_inference", true, ""), TORCH_BOX(&inference));
+  m.add(
       "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor mask, "
       "bool training, bool relu, bool want_dx, bool want_dresidual, bool want_dweight, bool want_dbias) -> "
-      "(Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)");
-  m.def("batch_norm_statistics(Tensor x) -> Tensor");
-  m.def(
+      "(Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
+      TORCH_BOX(&backward));
+  m.add("batch_norm_statistics(Tensor x) -> Tensor", TORCH_BOX(&statistics));
+  m.add(
       "batch_norm_forward_of_ranks(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, Tensor of_ranks, float momentum, float eps, bool relu) -> "
-      "(Tensor y, Tensor mean, Tensor rstd, Tensor mask)");
-  m.def(
+      "(Tensor y, Tensor mean, Tensor rstd, Tensor mask)",
+      TORCH_BOX(&forward_of_ranks));
+  m.add(
       "batch_norm_sums(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor mask, "
-      "bool relu, bool want_dweight, bool want_dbias) -> (Tensor sums, Tensor dweight, Tensor dbias)");
-  m.def(
+      "bool relu, bool want_dweight, bool want_dbias) -> (Tensor sums, Tensor dweight, Tensor dbias)",
+      TORCH_BOX(&sums));
+  m.add(
       "batch_norm_backward_of_ranks(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
       "Tensor mask, Tensor sums, Tensor statistics, bool relu, bool want_dx, bool want_dresidual) -> (Tensor dx, "
-      "Tensor dresidual)");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("batch_norm", TORCH_BOX(&with_statistics<false>));
-  m.impl("batch_norm_forward", TORCH_BOX(&with_statistics<true>));
-  m.impl("batch_norm_inference", TORCH_BOX(&inference));
-  m.impl("batch_norm_backward", TORCH_BOX(&backward));
-  m.impl("batch_norm_statistics", TORCH_BOX(&statistics));
-  m.impl("batch_norm_forward_of_ranks", TORCH_BOX(&forward_of_ranks));
-  m.impl("batch_norm_sums", TORCH_BOX(&sums));
-  m.impl("batch_norm_backward_of_ranks", TORCH_BOX(&backward_of_ranks));
+      "Tensor dresidual)",
+      TORCH_BOX(&backward_of_ranks));
 }
 
 }  // namespace

@@ -48,6 +48,14 @@ template <class Cuda, class Cpu> void run_on(const char* op, const Tensor& t, Cu
   raise_if_failed(op, cpu(torch_threads()));
 }
 
+// Runs a kernel that needs nothing but its arguments. Builds without CUDA do not refer to that of the GPU.
+template <auto cuda, auto cpu, class... Arguments>
+void run_on(const char* op, const Tensor& t, const Arguments&... arguments) {
+  run_on(
+      op, t, [&]([[maybe_unused]] void* stream) { return cuda(arguments..., stream); },
+      [&](const Parallel& threads) { return cpu(arguments..., threads); });
+}
+
 #ifdef WARPSMITH_CUDA
 // Makes the device of a CUDA tensor current.
 class OnDeviceOf {
