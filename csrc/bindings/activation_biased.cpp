@@ -74,18 +74,8 @@ std::tuple<Tensor, Tensor> biased_backward(Biased op, const Tensor& dy_any, cons
     partials = allocate(backward_name(op), "partial sums of dbias", sizes, 2, sums, x_any);
     p.partials = partials->mutable_data_ptr();
   };
-  run_on(
-      backward_name(op), x_any,
-      [&](void* stream) {
-        int64_t partial_rows = 0;
-        WARPSMITH_RETURN_IF_FAILED(biased_partial_rows_cuda(p, &partial_rows));
-        with_partials(partial_rows);
-        return biased_backward_cuda(op, p, stream);
-      },
-      [&](const Parallel& threads) {
-        with_partials(biased_partial_rows_cpu(x.rows, x.columns));
-        return biased_backward_cpu(op, p, threads);
-      });
+  run_with_partials<BiasedBwdParams, biased_partial_rows_cuda, biased_backward_cuda, biased_backward_cpu>(
+      backward_name(op), x_any, p, biased_partial_rows_cpu(x.rows, x.columns), with_partials, op);
   return {dx, dbias};
 }
 

@@ -40,18 +40,8 @@ void run_forward(const char* op, BatchNormForwardParams& p, const Tensor& x) {
     if (p.training) partials = allocate_partials(op, slices, p.columns, p.dtype, x);
     p.partials = at(partials);
   };
-  run_on(
-      op, x,
-      [&](void* stream) {
-        int64_t slices = 0;
-        WARPSMITH_RETURN_IF_FAILED(batch_norm_slices_cuda(p, &slices));
-        with_partials(slices);
-        return batch_norm_forward_cuda(p, stream);
-      },
-      [&](const Parallel& threads) {
-        with_partials(batch_norm_slices_cpu(p.rows, p.columns));
-        return batch_norm_forward_cpu(p, threads);
-      });
+  run_with_partials<BatchNormForwardParams, batch_norm_slices_cuda, batch_norm_forward_cuda, batch_norm_forward_cpu>(
+      op, x, p, batch_norm_slices_cpu(p.rows, p.columns), with_partials);
 }
 
 struct Outputs {
@@ -277,18 +267,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& dy_any, const
       partials = allocate_partials(kBackward, p.sums_of_ranks ? 1 : slices + 1, p.columns, dtype, x_any);
     p.partials = at(partials);
   };
-  run_on(
-      kBackward, x_any,
-      [&](void* stream) {
-        int64_t slices = 0;
-        WARPSMITH_RETURN_IF_FAILED(batch_norm_slices_cuda(p, &slices));
-        with_partials(slices);
-        return batch_norm_backward_cuda(p, stream);
-      },
-      [&](const Parallel& threads) {
-        with_partials(batch_norm_slices_cpu(p.rows, p.columns));
-        return batch_norm_backward_cpu(p, threads);
-      });
+  run_with_partials<BatchNormBackwardParams, batch_norm_slices_cuda, batch_norm_backward_cuda, batch_norm_backward_cpu>(
+      kBackward, x_any, p, batch_norm_slices_cpu(p.rows, p.columns), with_partials);
   return {dx, dresidual, dweight, dbias};
 }
 

@@ -198,18 +198,8 @@ NormGradients norm_backward(Norm norm, const NormGradientInputs& in) {
     if (in.want_dweight) p.dweight_partials = base;
     if (in.want_dbias) p.dbias_partials = base + (sums - 1) * partial_rows * s.columns * size_bytes(real_dtype(dtype));
   };
-  run_on(
-      op, in.dy,
-      [&](void* stream) {
-        int64_t partial_rows = 0;
-        WARPSMITH_RETURN_IF_FAILED(norm_partial_rows_cuda(p, &partial_rows));
-        with_partials(partial_rows);
-        return norm_backward_cuda(p, stream);
-      },
-      [&](const Parallel& threads) {
-        with_partials(norm_partial_rows_cpu(s.rows, s.columns));
-        return norm_backward_cpu(p, threads);
-      });
+  run_with_partials<NormBackwardParams, norm_partial_rows_cuda, norm_backward_cuda, norm_backward_cpu>(
+      op, in.dy, p, norm_partial_rows_cpu(s.rows, s.columns), with_partials);
   return out;
 }
 
