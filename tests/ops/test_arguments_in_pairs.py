@@ -13,6 +13,7 @@ import warpsmith
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from warpsmith import reference
+from warpsmith.testing import bitwise_equal
 from warpsmith.train import sync_audit
 
 from tests.dispatched import Beside, Dispatched, other_defaults
@@ -271,3 +272,22 @@ def test_a_backward_makes_no_gradient_that_nobody_wants(name):
         with Dispatched() as ops:
             grad = torch.autograd.grad(made, leaf, [torch.ones_like(t) for t in made])[0]
         assert [t.shape for t in ops.made if t.data_ptr() != grad.data_ptr()] == [], key
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in (*NOT_DIFFERENTIABLE, *OF_8_BITS)])
+def test_graphs_can_be_walked_twice(name, dtype):
+    """With the same bits, which a later walk leaves as they are."""
+    base = tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.dtype == torch.float64 else t, base_of(name))
+    leaves = [t.requires_grad_() for t in floating_of(base).values()]
+    by_rows = [{"reduction": "none"}] * ("reduction" in inspect.signature(function_of(name)).parameters)
+    for given in (base, *(base | more for more in by_rows)):
+        made = [t for t in tree_leaves(function_of(name)(**given)) if isinstance(t, Tensor) and t.requires_grad]
+        loss = 3 * sum(t.float().square().sum() for t in made)
+        walks, copies = [], []
+        for again in (True, True, False):
+            grads = torch.autograd.grad(loss, leaves, retain_graph=again, allow_unused=True)
+            walks.append([t for t in grads if t is not None])
+            copies.append([t.clone() for t in walks[-1]])
+        for found in (*walks[:2], *copies[1:], walks[2]):
+            assert all(map(bitwise_equal, found, copies[0]))
