@@ -31,9 +31,7 @@ Tensor biased_forward(Biased op, const Tensor& x_any, const Tensor& bias_any, bo
                           tanh,
                           dtype,
                           bias_dtype};
-  run_on(
-      name(op), x_any, [&](void* stream) { return biased_forward_cuda(op, p, stream); },
-      [&](const Parallel& threads) { return biased_forward_cpu(op, p, threads); });
+  run_on<biased_forward_cuda, biased_forward_cpu>(name(op), x_any, op, p);
   return y;
 }
 
@@ -76,18 +74,8 @@ std::tuple<Tensor, Tensor> biased_backward(Biased op, const Tensor& dy_any, cons
     partials = allocate(backward_name(op), "partial sums of dbias", sizes, 2, sums, x_any);
     p.partials = partials->mutable_data_ptr();
   };
-  run_on(
-      backward_name(op), x_any,
-      [&](void* stream) {
-        int64_t partial_rows = 0;
-        WARPSMITH_RETURN_IF_FAILED(biased_partial_rows_cuda(p, &partial_rows));
-        with_partials(partial_rows);
-        return biased_backward_cuda(op, p, stream);
-      },
-      [&](const Parallel& threads) {
-        with_partials(biased_partial_rows_cpu(x.rows, x.columns));
-        return biased_backward_cpu(op, p, threads);
-      });
+  run_with_partials<BiasedBwdParams, biased_partial_rows_cuda, biased_backward_cuda, biased_backward_cpu>(
+      backward_name(op), x_any, p, biased_partial_rows_cpu(x.rows, x.columns), with_partials, op);
   return {dx, dbias};
 }
 
@@ -107,27 +95,16 @@ template <Biased op, class... Flag> struct Bound {
 WARPSMITH_BIASED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 
-WARPSMITH_SCHEMAS(m) {
-  const auto def = [&](const std::string& op, const std::string& flag) {
-    const std::string inputs = "Tensor x, Tensor bias";
-    m.def((op + "(" + inputs + flag + ") -> Tensor y").c_str());
-    m.def((op + "_forward(" + inputs + flag + ") -> Tensor y").c_str());
-    m.def((op + "_backward(Tensor dy, " + inputs + ", bool want_dx, bool want_dbias" + flag +
-           ") -> (Tensor dx, Tensor dbias)")
-              .c_str());
-  };
-#define WARPSMITH_ROW(op, function, flag) def(#op, WARPSMITH_FLAG_SCHEMA_##flag);
-  WARPSMITH_BIASED_OPS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-#define WARPSMITH_ROW(op, function, flag)                          \
-  {                                                                \
-    using Row = WARPSMITH_FLAG_ARGUMENT_##flag(Bound, Biased::op); \
-    m.impl(#op, TORCH_BOX(&Row::forward));                         \
-    m.impl(#op "_forward", TORCH_BOX(&Row::forward));              \
-    m.impl(#op "_backward", TORCH_BOX(&Row::backward));            \
+WARPSMITH_OPS(m) {
+  const std::string inputs = "Tensor x, Tensor bias";
+#define WARPSMITH_ROW(op, function, flag)                                                   \
+  {                                                                                         \
+    using Row = WARPSMITH_FLAG_ARGUMENT_##flag(Bound, Biased::op);                          \
+    const std::string more = WARPSMITH_FLAG_SCHEMA_##flag;                                  \
+    m.add_forward(#op, "(" + inputs + more + ") -> Tensor y", TORCH_BOX(&Row::forward));    \
+    m.add(#op "_backward(Tensor dy, " + inputs + ", bool want_dx, bool want_dbias" + more + \
+              ") -> (Tensor dx, Tensor dbias)",                                             \
+          TORCH_BOX(&Row::backward));                                                       \
   }
   WARPSMITH_BIASED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW

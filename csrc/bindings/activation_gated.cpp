@@ -114,9 +114,7 @@ void gated_gradients(Gated op, const Tensor& dy_any, const Tensor& gate, const G
                          tanh,
                          r.dtype,
                          y};
-  run_on(
-      backward_name(op), gate, [&](void* stream) { return gated_backward_cuda(op, p, stream); },
-      [&](const Parallel& threads) { return gated_backward_cpu(op, p, threads); });
+  run_on<gated_backward_cuda, gated_backward_cpu>(backward_name(op), gate, op, p);
 }
 
 GatedRows gated_backward_rows(Gated op, const Tensor& dy, const Tensor& gate, const std::optional<Tensor>& up) {
@@ -204,37 +202,27 @@ template <Gated op, class... Flag> struct Bound {
 WARPSMITH_GATED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 
-WARPSMITH_SCHEMAS(m) {
-  const auto def = [&](const std::string& op, const std::string& flag) {
-    const std::string forward = "(Tensor gate, Tensor? up, bool inplace_backward" + flag + ") -> Tensor y";
-    const std::string wants = ", bool want_dgate, bool want_dup" + flag + ") -> ";
-    m.def((op + forward).c_str());
-    m.def((op + "_forward" + forward).c_str());
-    m.def((op + "_backward(Tensor dy, Tensor gate, Tensor? up" + wants + "(Tensor dgate, Tensor dup)").c_str());
-    m.def((op + "_backward_(Tensor dy, Tensor(a!) gate, Tensor(b!)? up" + wants + "()").c_str());
-    m.def((op + "_backward_with_output_(Tensor(a!) dy, Tensor(b!) gate, Tensor(c!)? up" + flag + ") -> ()").c_str());
-  };
-#define WARPSMITH_ROW(op, function, flag) def(#op, WARPSMITH_FLAG_SCHEMA_##flag);
-  WARPSMITH_GATED_OPS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-  m.def(
-      "swiglu_fp8(Tensor gate, Tensor? up, bool inplace_backward) -> (Tensor y, Tensor data, Tensor scale, Tensor "
-      "counts)");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-#define WARPSMITH_ROW(op, function, flag)                                        \
-  {                                                                              \
-    using Row = WARPSMITH_FLAG_ARGUMENT_##flag(Bound, Gated::op);                \
-    m.impl(#op, TORCH_BOX(&Row::forward));                                       \
-    m.impl(#op "_forward", TORCH_BOX(&Row::forward));                            \
-    m.impl(#op "_backward", TORCH_BOX(&Row::backward));                          \
-    m.impl(#op "_backward_", TORCH_BOX(&Row::backward_inplace));                 \
-    m.impl(#op "_backward_with_output_", TORCH_BOX(&Row::backward_with_output)); \
+WARPSMITH_OPS(m) {
+#define WARPSMITH_ROW(op, function, flag)                                                                 \
+  {                                                                                                       \
+    using Row = WARPSMITH_FLAG_ARGUMENT_##flag(Bound, Gated::op);                                         \
+    const std::string more = WARPSMITH_FLAG_SCHEMA_##flag,                                                \
+                      wants = ", bool want_dgate, bool want_dup" + more + ") -> ";                        \
+    m.add_forward(#op, "(Tensor gate, Tensor? up, bool inplace_backward" + more + ") -> Tensor y",        \
+                  TORCH_BOX(&Row::forward));                                                              \
+    m.add(#op "_backward(Tensor dy, Tensor gate, Tensor? up" + wants + "(Tensor dgate, Tensor dup)",      \
+          TORCH_BOX(&Row::backward));                                                                     \
+    m.add(#op "_backward_(Tensor dy, Tensor(a!) gate, Tensor(b!)? up" + wants + "()",                     \
+          TORCH_BOX(&Row::backward_inplace));                                                             \
+    m.add(#op "_backward_with_output_(Tensor(a!) dy, Tensor(b!) gate, Tensor(c!)? up" + more + ") -> ()", \
+          TORCH_BOX(&Row::backward_with_output));                                                         \
   }
   WARPSMITH_GATED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
-  m.impl("swiglu_fp8", TORCH_BOX(&swiglu_fp8));
+  m.add(
+      "swiglu_fp8(Tensor gate, Tensor? up, bool inplace_backward) -> (Tensor y, Tensor data, Tensor scale, Tensor "
+      "counts)",
+      TORCH_BOX(&swiglu_fp8));
 }
 
 }  // namespace

@@ -15,9 +15,7 @@ Tensor unary_forward(Unary op, const Tensor& x_any) {
   Tensor y = allocate_like(name(op), "y", x_any);
   if (x.rows == 0 || x.columns == 0) return y;
   const UnaryFwdParams p{x.tensor.const_data_ptr(), y.mutable_data_ptr(), x.rows, x.columns, x.stride, dtype};
-  run_on(
-      name(op), x_any, [&](void* stream) { return unary_forward_cuda(op, p, stream); },
-      [&](const Parallel& threads) { return unary_forward_cpu(op, p, threads); });
+  run_on<unary_forward_cuda, unary_forward_cpu>(name(op), x_any, op, p);
   return y;
 }
 
@@ -35,9 +33,7 @@ Tensor unary_backward(Unary op, const Tensor& dy_any, const Tensor& x_any) {
                          dy.stride,
                          x.stride,
                          dtype};
-  run_on(
-      backward_name(op), x_any, [&](void* stream) { return unary_backward_cuda(op, p, stream); },
-      [&](const Parallel& threads) { return unary_backward_cpu(op, p, threads); });
+  run_on<unary_backward_cuda, unary_backward_cpu>(backward_name(op), x_any, op, p);
   return dx;
 }
 
@@ -64,9 +60,7 @@ Tensor dropout_add_forward(Tensor x_any, Tensor residual_any, std::optional<Tens
                                    x.stride,
                                    residual.stride,
                                    dtype};
-  run_on(
-      kForward, x_any, [&](void* stream) { return dropout_add_forward_cuda(params, stream); },
-      [&](const Parallel& threads) { return dropout_add_forward_cpu(params, threads); });
+  run_on<dropout_add_forward_cuda, dropout_add_forward_cpu>(kForward, x_any, params);
   return y;
 }
 
@@ -78,9 +72,7 @@ Tensor dropout_add_backward(Tensor dy_any, Tensor seed, double p) {
   if (dy.rows == 0 || dy.columns == 0) return dx;
   const DropoutAddBwdParams params{
       dy.tensor.const_data_ptr(), dx.mutable_data_ptr(), dropout, dy.rows, dy.columns, dy.stride, dtype};
-  run_on(
-      kBackward, dy_any, [&](void* stream) { return dropout_add_backward_cuda(params, stream); },
-      [&](const Parallel& threads) { return dropout_add_backward_cpu(params, threads); });
+  run_on<dropout_add_backward_cuda, dropout_add_backward_cpu>(kBackward, dy_any, params);
   return dx;
 }
 
@@ -89,28 +81,15 @@ Tensor dropout_add_backward(Tensor dy_any, Tensor seed, double p) {
 WARPSMITH_UNARY_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 
-WARPSMITH_SCHEMAS(m) {
-#define WARPSMITH_ROW(op, function, flag)      \
-  m.def(#op "(Tensor x) -> Tensor y");         \
-  m.def(#op "_forward(Tensor x) -> Tensor y"); \
-  m.def(#op "_backward(Tensor dy, Tensor x) -> Tensor dx");
+WARPSMITH_OPS(m) {
+#define WARPSMITH_ROW(op, function, flag)                                              \
+  m.add_forward(#op, "(Tensor x) -> Tensor y", TORCH_BOX(&Bound<Unary::op>::forward)); \
+  m.add(#op "_backward(Tensor dy, Tensor x) -> Tensor dx", TORCH_BOX(&Bound<Unary::op>::backward));
   WARPSMITH_UNARY_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
-  m.def("dropout_add(Tensor x, Tensor residual, Tensor? seed, float p) -> Tensor y");
-  m.def("dropout_add_forward(Tensor x, Tensor residual, Tensor? seed, float p) -> Tensor y");
-  m.def("dropout_add_backward(Tensor dy, Tensor seed, float p) -> Tensor dx");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-#define WARPSMITH_ROW(op, function, flag)                        \
-  m.impl(#op, TORCH_BOX(&Bound<Unary::op>::forward));            \
-  m.impl(#op "_forward", TORCH_BOX(&Bound<Unary::op>::forward)); \
-  m.impl(#op "_backward", TORCH_BOX(&Bound<Unary::op>::backward));
-  WARPSMITH_UNARY_OPS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-  m.impl("dropout_add", TORCH_BOX(&dropout_add_forward));
-  m.impl("dropout_add_forward", TORCH_BOX(&dropout_add_forward));
-  m.impl("dropout_add_backward", TORCH_BOX(&dropout_add_backward));
+  m.add_forward("dropout_add", "(Tensor x, Tensor residual, Tensor? seed, float p) -> Tensor y",
+                TORCH_BOX(&dropout_add_forward));
+  m.add("dropout_add_backward(Tensor dy, Tensor seed, float p) -> Tensor dx", TORCH_BOX(&dropout_add_backward));
 }
 
 }  // namespace

@@ -211,29 +211,19 @@ template struct Boxed<InputTypes>;
 // (first_query, queries, first_key, first_head, heads) of a larger call of which the call is a part.
 #define WARPSMITH_DROPOUT_PLACE ", int[]? dropout_place=None"
 
-WARPSMITH_SCHEMAS(m) {
-  m.def("attention(" WARPSMITH_ATTENTION_INPUTS WARPSMITH_DROPOUT_PLACE
-        ") -> (Tensor out, Tensor lse, Tensor lse_rest)");
-  m.def("attention_forward(" WARPSMITH_ATTENTION_INPUTS WARPSMITH_DROPOUT_PLACE
-        ") -> (Tensor out, Tensor lse, Tensor lse_rest)");
-  m.def("attention_backward(Tensor dout, Tensor? dlse, " WARPSMITH_ATTENTION_INPUTS
+WARPSMITH_OPS(m) {
+  m.add_forward("attention",
+                "(" WARPSMITH_ATTENTION_INPUTS WARPSMITH_DROPOUT_PLACE ") -> (Tensor out, Tensor lse, Tensor lse_rest)",
+                TORCH_BOX(&Boxed<InputTypes>::forward));
+  m.add("attention_backward(Tensor dout, Tensor? dlse, " WARPSMITH_ATTENTION_INPUTS
         ", Tensor out, Tensor lse, bool want_dbias, bool want_dsink" WARPSMITH_DROPOUT_PLACE
         ", Tensor? lse_rest=None)"
-        " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("attention", TORCH_BOX(&Boxed<InputTypes>::forward));
-  m.impl("attention_forward", TORCH_BOX(&Boxed<InputTypes>::forward));
-  m.impl("attention_backward", TORCH_BOX(&Boxed<InputTypes>::backward));
+        " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+        TORCH_BOX(&Boxed<InputTypes>::backward));
 }
 
 #ifdef WARPSMITH_CUDA
-WARPSMITH_SCHEMAS(m) { m.def("_attention_portable_alone(bool on) -> ()"); }
-
-STABLE_TORCH_LIBRARY_IMPL(warpsmith, CompositeExplicitAutograd, m) {
-  m.impl("_attention_portable_alone", TORCH_BOX(&attention_portable_alone));
-}
+WARPSMITH_HOST_OPS(m) { m.add("_attention_portable_alone(bool on) -> ()", TORCH_BOX(&attention_portable_alone)); }
 #endif
 
 }  // namespace

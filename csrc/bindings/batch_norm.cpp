@@ -40,18 +40,8 @@ void run_forward(const char* op, BatchNormForwardParams& p, const Tensor& x) {
     if (p.training) partials = allocate_partials(op, slices, p.columns, p.dtype, x);
     p.partials = at(partials);
   };
-  run_on(
-      op, x,
-      [&](void* stream) {
-        int64_t slices = 0;
-        WARPSMITH_RETURN_IF_FAILED(batch_norm_slices_cuda(p, &slices));
-        with_partials(slices);
-        return batch_norm_forward_cuda(p, stream);
-      },
-      [&](const Parallel& threads) {
-        with_partials(batch_norm_slices_cpu(p.rows, p.columns));
-        return batch_norm_forward_cpu(p, threads);
-      });
+  run_with_partials<BatchNormForwardParams, batch_norm_slices_cuda, batch_norm_forward_cuda, batch_norm_forward_cpu>(
+      op, x, p, batch_norm_slices_cpu(p.rows, p.columns), with_partials);
 }
 
 struct Outputs {
@@ -277,18 +267,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& dy_any, const
       partials = allocate_partials(kBackward, p.sums_of_ranks ? 1 : slices + 1, p.columns, dtype, x_any);
     p.partials = at(partials);
   };
-  run_on(
-      kBackward, x_any,
-      [&](void* stream) {
-        int64_t slices = 0;
-        WARPSMITH_RETURN_IF_FAILED(batch_norm_slices_cuda(p, &slices));
-        with_partials(slices);
-        return batch_norm_backward_cuda(p, stream);
-      },
-      [&](const Parallel& threads) {
-        with_partials(batch_norm_slices_cpu(p.rows, p.columns));
-        return batch_norm_backward_cpu(p, threads);
-      });
+  run_with_partials<BatchNormBackwardParams, batch_norm_slices_cuda, batch_norm_backward_cuda, batch_norm_backward_cpu>(
+      kBackward, x_any, p, batch_norm_slices_cpu(p.rows, p.columns), with_partials);
   return {dx, dresidual, dweight, dbias};
 }
 
@@ -330,38 +310,31 @@ std::string schema(const char* op, bool in_place, const char* more) {
          ")";
 }
 
-WARPSMITH_SCHEMAS(m) {
-  const char* const statistics = ", Tensor mean, Tensor rstd, Tensor mask";
-  m.def(schema("batch_norm", false, statistics).c_str());
-  m.def(schema("batch_norm_forward", true, statistics).c_str());
-  m.def(schema("batch_norm_inference", true, "").c_str());
-  m.def(
+WARPSMITH_OPS(m) {
+  const char* const and_statistics = ", Tensor mean, Tensor rstd, Tensor mask";
+  m.add(schema("batch_norm", false, and_statistics), TORCH_BOX(&with_statistics<false>));
+  m.add(schema("batch_norm_forward", true, and_statistics), TORCH_BOX(&with_statistics<true>));
+  m.add(schema("batch_norm_inference", true, ""), TORCH_BOX(&inference));
+  m.add(
       "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor mask, "
       "bool training, bool relu, bool want_dx, bool want_dresidual, bool want_dweight, bool want_dbias) -> "
-      "(Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)");
-  m.def("batch_norm_statistics(Tensor x) -> Tensor");
-  m.def(
+      "(Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
+      TORCH_BOX(&backward));
+  m.add("batch_norm_statistics(Tensor x) -> Tensor", TORCH_BOX(&statistics));
+  m.add(
       "batch_norm_forward_of_ranks(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, Tensor of_ranks, float momentum, float eps, bool relu) -> "
-      "(Tensor y, Tensor mean, Tensor rstd, Tensor mask)");
-  m.def(
+      "(Tensor y, Tensor mean, Tensor rstd, Tensor mask)",
+      TORCH_BOX(&forward_of_ranks));
+  m.add(
       "batch_norm_sums(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor mask, "
-      "bool relu, bool want_dweight, bool want_dbias) -> (Tensor sums, Tensor dweight, Tensor dbias)");
-  m.def(
+      "bool relu, bool want_dweight, bool want_dbias) -> (Tensor sums, Tensor dweight, Tensor dbias)",
+      TORCH_BOX(&sums));
+  m.add(
       "batch_norm_backward_of_ranks(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
       "Tensor mask, Tensor sums, Tensor statistics, bool relu, bool want_dx, bool want_dresidual) -> (Tensor dx, "
-      "Tensor dresidual)");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("batch_norm", TORCH_BOX(&with_statistics<false>));
-  m.impl("batch_norm_forward", TORCH_BOX(&with_statistics<true>));
-  m.impl("batch_norm_inference", TORCH_BOX(&inference));
-  m.impl("batch_norm_backward", TORCH_BOX(&backward));
-  m.impl("batch_norm_statistics", TORCH_BOX(&statistics));
-  m.impl("batch_norm_forward_of_ranks", TORCH_BOX(&forward_of_ranks));
-  m.impl("batch_norm_sums", TORCH_BOX(&sums));
-  m.impl("batch_norm_backward_of_ranks", TORCH_BOX(&backward_of_ranks));
+      "Tensor dresidual)",
+      TORCH_BOX(&backward_of_ranks));
 }
 
 }  // namespace

@@ -182,9 +182,7 @@ void scale_inplace(Tensor dlogits, Tensor factor) {
   if (rows.rows == 0 || rows.columns == 0) return;
   const CrossEntropyScaleParams p{
       rows.tensor.mutable_data_ptr(), factor.const_data_ptr(), rows.rows, rows.columns, rows.stride, dtype};
-  run_on(
-      kScale, dlogits, [&](void* stream) { return cross_entropy_scale_cuda(p, stream); },
-      [&](const Parallel& threads) { return cross_entropy_scale_cpu(p, threads); });
+  run_on<cross_entropy_scale_cuda, cross_entropy_scale_cpu>(kScale, dlogits, p);
 }
 
 #define WARPSMITH_INPUTS                                                                                  \
@@ -196,24 +194,19 @@ void scale_inplace(Tensor dlogits, Tensor factor) {
   " logits, Tensor target, Tensor? class_weight, Tensor row_max, Tensor row_sum, Tensor denominator, bool late, " \
   "int ignore_index, float label_smoothing, float z_loss, float softcap"
 
-WARPSMITH_SCHEMAS(m) {
-  m.def("cross_entropy(Tensor" WARPSMITH_INPUTS ", bool inplace_backward) -> (" WARPSMITH_OUTPUTS ")");
-  m.def("cross_entropy_forward(Tensor" WARPSMITH_INPUTS ") -> (" WARPSMITH_OUTPUTS ")");
-  m.def("cross_entropy_with_gradient(Tensor" WARPSMITH_INPUTS ") -> (" WARPSMITH_OUTPUTS ", Tensor dlogits)");
-  m.def("cross_entropy_with_gradient_(Tensor(a!)" WARPSMITH_INPUTS ") -> (" WARPSMITH_OUTPUTS ")");
-  m.def("cross_entropy_backward(Tensor dloss, Tensor" WARPSMITH_BACKWARD_INPUTS ") -> Tensor dlogits");
-  m.def("cross_entropy_backward_(Tensor dloss, Tensor(a!)" WARPSMITH_BACKWARD_INPUTS ") -> ()");
-  m.def("cross_entropy_scale_(Tensor(a!) dlogits, Tensor factor) -> ()");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("cross_entropy", TORCH_BOX(&traced));
-  m.impl("cross_entropy_forward", TORCH_BOX(&forward));
-  m.impl("cross_entropy_with_gradient", TORCH_BOX(&with_gradient));
-  m.impl("cross_entropy_with_gradient_", TORCH_BOX(&with_gradient_inplace));
-  m.impl("cross_entropy_backward", TORCH_BOX(&backward));
-  m.impl("cross_entropy_backward_", TORCH_BOX(&backward_inplace));
-  m.impl("cross_entropy_scale_", TORCH_BOX(&scale_inplace));
+WARPSMITH_OPS(m) {
+  m.add("cross_entropy(Tensor" WARPSMITH_INPUTS ", bool inplace_backward) -> (" WARPSMITH_OUTPUTS ")",
+        TORCH_BOX(&traced));
+  m.add("cross_entropy_forward(Tensor" WARPSMITH_INPUTS ") -> (" WARPSMITH_OUTPUTS ")", TORCH_BOX(&forward));
+  m.add("cross_entropy_with_gradient(Tensor" WARPSMITH_INPUTS ") -> (" WARPSMITH_OUTPUTS ", Tensor dlogits)",
+        TORCH_BOX(&with_gradient));
+  m.add("cross_entropy_with_gradient_(Tensor(a!)" WARPSMITH_INPUTS ") -> (" WARPSMITH_OUTPUTS ")",
+        TORCH_BOX(&with_gradient_inplace));
+  m.add("cross_entropy_backward(Tensor dloss, Tensor" WARPSMITH_BACKWARD_INPUTS ") -> Tensor dlogits",
+        TORCH_BOX(&backward));
+  m.add("cross_entropy_backward_(Tensor dloss, Tensor(a!)" WARPSMITH_BACKWARD_INPUTS ") -> ()",
+        TORCH_BOX(&backward_inplace));
+  m.add("cross_entropy_scale_(Tensor(a!) dlogits, Tensor factor) -> ()", TORCH_BOX(&scale_inplace));
 }
 
 }  // namespace

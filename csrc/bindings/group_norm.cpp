@@ -165,23 +165,16 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy_any, Tensor x_any, int64_t
   return {dx, dweight, dbias};
 }
 
-WARPSMITH_SCHEMAS(m) {
+WARPSMITH_OPS(m) {
   const std::string arguments = "(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, bool silu) -> ";
   const std::string outputs = "(Tensor y, Tensor mean, Tensor rstd)";
-  m.def(("group_norm" + arguments + outputs).c_str());
-  m.def(("group_norm_forward" + arguments + outputs).c_str());
-  m.def(("group_norm_inference" + arguments + "Tensor").c_str());
-  m.def(
+  m.add_forward("group_norm", arguments + outputs, TORCH_BOX(&forward));
+  m.add("group_norm_inference" + arguments + "Tensor", TORCH_BOX(&inference));
+  m.add(
       "group_norm_backward(Tensor dy, Tensor x, int num_groups, Tensor? weight, Tensor? bias, Tensor mean, Tensor "
       "rstd, bool silu, bool want_dx, bool want_dweight, bool want_dbias) -> (Tensor dx, Tensor dweight, Tensor "
-      "dbias)");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("group_norm", TORCH_BOX(&forward));
-  m.impl("group_norm_forward", TORCH_BOX(&forward));
-  m.impl("group_norm_inference", TORCH_BOX(&inference));
-  m.impl("group_norm_backward", TORCH_BOX(&backward));
+      "dbias)",
+      TORCH_BOX(&backward));
 }
 
 }  // namespace

@@ -62,17 +62,14 @@ Tensor normalize_image(Tensor x_any, Numbers mean, Numbers std, std::optional<Te
     p.shift[c] = static_cast<float>(-mean[c] / std[c]);
   }
   if (n == 0 || p.elems() == 0) return y;
-  run_on(
-      kNormalize, x, [&](void* stream) { return normalize_image_cuda(p, stream); },
-      [&](const Parallel& threads) { return normalize_image_cpu(p, threads); });
+  run_on<normalize_image_cuda, normalize_image_cpu>(kNormalize, x, p);
   return y;
 }
 
-WARPSMITH_SCHEMAS(m) {
-  m.def("normalize_image(Tensor x, float[] mean, float[] std, Tensor? flip, ScalarType dtype) -> Tensor y");
+WARPSMITH_OPS(m) {
+  m.add("normalize_image(Tensor x, float[] mean, float[] std, Tensor? flip, ScalarType dtype) -> Tensor y",
+        TORCH_BOX(&normalize_image));
 }
-
-WARPSMITH_IMPLEMENTATIONS(m) { m.impl("normalize_image", TORCH_BOX(&normalize_image)); }
 
 }  // namespace
 }  // namespace warpsmith

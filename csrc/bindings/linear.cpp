@@ -388,9 +388,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_linear_backward_into(
                            columns,
                            f.tanh,
                            dtype};
-    run_on(
-        op, dy, [&](void* stream) { return gated_backward_cuda(f.gated, p, stream); },
-        [&](const Parallel& threads) { return gated_backward_cpu(f.gated, p, threads); });
+    run_on<gated_backward_cuda, gated_backward_cpu>(op, dy, f.gated, p);
   }
   auto [dx, dgate_weight, dup_weight, dgate_bias, dup_bias] = five_of_nothing(op, x_any);
   const Tensor x = rows_of(op, "x", x_any);
@@ -480,67 +478,51 @@ Tensor linear_siblings_input_gradient(std::vector<Tensor> dys, std::vector<Tenso
   return dx.any;
 }
 
-WARPSMITH_SCHEMAS(m) {
-  const auto def = [&](const std::string& op, const std::string& inputs, const std::string& kept) {
-    for (const char* form : {"", "_forward"}) m.def((op + form + "(" + inputs + ") -> (Tensor y" + kept + ")").c_str());
-  };
+WARPSMITH_OPS(m) {
   const std::string linear_inputs =
-      "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? main_grad, int activation, "
-      "bool batch_invariant=False";
-  def("linear", linear_inputs, ", Tensor z");
-  m.def(("linear_inference(" + linear_inputs + ") -> Tensor y").c_str());
-  m.def(
+      "(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? main_grad, int activation, "
+      "bool batch_invariant=False) -> ";
+  m.add_forward("linear", linear_inputs + "(Tensor y, Tensor z)", TORCH_BOX(&linear_forward));
+  m.add("linear_inference" + linear_inputs + "Tensor y", TORCH_BOX(&linear_inference));
+  m.add(
       "linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor? bias, Tensor z, int activation, ScalarType? "
       "dweight_dtype, bool want_dx, bool want_dweight, bool want_dbias, bool batch_invariant=False) -> (Tensor dx, "
-      "Tensor dweight, Tensor dbias)");
-  m.def(
+      "Tensor dweight, Tensor dbias)",
+      TORCH_BOX(&linear_backward));
+  m.add(
       "linear_backward_main_grad(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor z, Tensor(a!) main_grad, int "
-      "activation, bool want_dx, bool want_dbias, bool batch_invariant=False) -> (Tensor dx, Tensor dbias)");
+      "activation, bool want_dx, bool want_dbias, bool batch_invariant=False) -> (Tensor dx, Tensor dbias)",
+      TORCH_BOX(&linear_backward_main_grad));
 
-  m.def("linear_siblings(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]");
-  m.def("linear_siblings_input_gradient(Tensor[] dys, Tensor[] weights) -> Tensor dx");
+  m.add("linear_siblings(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]", TORCH_BOX(&linear_siblings));
+  m.add("linear_siblings_input_gradient(Tensor[] dys, Tensor[] weights) -> Tensor dx",
+        TORCH_BOX(&linear_siblings_input_gradient));
 
-  const std::string mlp_inputs = "Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int activation";
-  def("mlp", mlp_inputs, ", Tensor z, Tensor h");
-  m.def(("mlp_inference(" + mlp_inputs + ") -> Tensor y").c_str());
-  m.def(
+  const std::string mlp_inputs = "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int activation) -> ";
+  m.add_forward("mlp", mlp_inputs + "(Tensor y, Tensor z, Tensor h)", TORCH_BOX(&mlp_forward));
+  m.add("mlp_inference" + mlp_inputs + "Tensor y", TORCH_BOX(&mlp_inference));
+  m.add(
       "mlp_backward(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor z, Tensor h, int "
       "activation, bool want_dx, bool want_dw1, bool want_db1, bool want_dw2, bool want_db2) -> (Tensor dx, Tensor "
-      "dw1, Tensor db1, Tensor dw2, Tensor db2)");
+      "dw1, Tensor db1, Tensor dw2, Tensor db2)",
+      TORCH_BOX(&mlp_backward));
 
   const std::string gated_inputs =
-      "Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? gate_main_grad, "
-      "Tensor? up_main_grad, int activation";
-  def("gated_linear", gated_inputs, ", Tensor gate, Tensor up");
-  m.def(("gated_linear_inference(" + gated_inputs + ") -> Tensor y").c_str());
-  m.def(
+      "(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? gate_main_grad, "
+      "Tensor? up_main_grad, int activation) -> ";
+  m.add_forward("gated_linear", gated_inputs + "(Tensor y, Tensor gate, Tensor up)", TORCH_BOX(&gated_linear_forward));
+  m.add("gated_linear_inference" + gated_inputs + "Tensor y", TORCH_BOX(&gated_linear_inference));
+  m.add(
       "gated_linear_backward(Tensor dy, Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? "
       "up_bias, Tensor gate, Tensor up, int activation, bool want_dx, bool want_dgate_weight, bool want_dup_weight, "
       "bool want_dgate_bias, bool want_dup_bias) -> (Tensor dx, Tensor dgate_weight, Tensor dup_weight, Tensor "
-      "dgate_bias, Tensor dup_bias)");
-  m.def(
+      "dgate_bias, Tensor dup_bias)",
+      TORCH_BOX(&gated_linear_backward));
+  m.add(
       "gated_linear_backward_main_grads(Tensor dy, Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, "
       "Tensor? up_bias, Tensor gate, Tensor up, Tensor(a!)? gate_main_grad, Tensor(b!)? up_main_grad, int activation, "
-      "bool want_dx, bool want_dgate_bias, bool want_dup_bias) -> (Tensor dx, Tensor dgate_bias, Tensor dup_bias)");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("linear", TORCH_BOX(&linear_forward));
-  m.impl("linear_forward", TORCH_BOX(&linear_forward));
-  m.impl("linear_inference", TORCH_BOX(&linear_inference));
-  m.impl("linear_backward", TORCH_BOX(&linear_backward));
-  m.impl("linear_backward_main_grad", TORCH_BOX(&linear_backward_main_grad));
-  m.impl("linear_siblings", TORCH_BOX(&linear_siblings));
-  m.impl("linear_siblings_input_gradient", TORCH_BOX(&linear_siblings_input_gradient));
-  m.impl("mlp", TORCH_BOX(&mlp_forward));
-  m.impl("mlp_forward", TORCH_BOX(&mlp_forward));
-  m.impl("mlp_inference", TORCH_BOX(&mlp_inference));
-  m.impl("mlp_backward", TORCH_BOX(&mlp_backward));
-  m.impl("gated_linear", TORCH_BOX(&gated_linear_forward));
-  m.impl("gated_linear_forward", TORCH_BOX(&gated_linear_forward));
-  m.impl("gated_linear_inference", TORCH_BOX(&gated_linear_inference));
-  m.impl("gated_linear_backward", TORCH_BOX(&gated_linear_backward));
-  m.impl("gated_linear_backward_main_grads", TORCH_BOX(&gated_linear_backward_main_grads));
+      "bool want_dx, bool want_dgate_bias, bool want_dup_bias) -> (Tensor dx, Tensor dgate_bias, Tensor dup_bias)",
+      TORCH_BOX(&gated_linear_backward_main_grads));
 }
 
 // Returns how many of our products have run so far.
@@ -549,11 +531,7 @@ int64_t own_product_as(std::string how) {
   return own_products_launched();
 }
 
-WARPSMITH_SCHEMAS(m) { m.def("_own_product(str how) -> int"); }
-
-STABLE_TORCH_LIBRARY_IMPL(warpsmith, CompositeExplicitAutograd, m) {
-  m.impl("_own_product", TORCH_BOX(&own_product_as));
-}
+WARPSMITH_HOST_OPS(m) { m.add("_own_product(str how) -> int", TORCH_BOX(&own_product_as)); }
 
 }  // namespace
 }  // namespace warpsmith

@@ -161,9 +161,7 @@ void finish(const char* op, const Tensor& x, const std::optional<Tensor>& out, c
   const OnDeviceOf device(x);
   const LinearFinishParams p{x.mutable_data_ptr(),  at(out),   at(sum), factor.const_data_ptr(),
                              const_at(denominator), x.numel(), dtype,   out ? float_dtype(op, "out", *out) : dtype};
-  run_on(
-      op, x, [&](void* stream) { return linear_finish_cuda(p, stream); },
-      [&](const Parallel& threads) { return linear_finish_cpu(p, threads); });
+  run_on<linear_finish_cuda, linear_finish_cpu>(op, x, p);
 }
 
 // x * factor / denominator, rounded to `dtype`.
@@ -187,7 +185,7 @@ void add(Tensor sum, Tensor x, Tensor factor, std::optional<Tensor> denominator)
   finish(kAdd, x, std::nullopt, sum, factor, denominator);
 }
 
-WARPSMITH_SCHEMAS(m) {
+WARPSMITH_OPS(m) {
   const std::string forward_inputs =
       "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, int ignore_index, int "
       "reduction, float label_smoothing, float z_loss, float softcap, bool check_labels, bool return_stats, int "
@@ -195,32 +193,24 @@ WARPSMITH_SCHEMAS(m) {
       "want_dbias) -> (Tensor loss, Tensor lse, Tensor argmax, Tensor accuracy, Tensor denominator, Tensor dhidden, "
       "Tensor dweight, Tensor dbias)";
   for (const char* name : {"linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_forward"})
-    m.def((name + forward_inputs).c_str());
+    m.add(name + forward_inputs, TORCH_BOX(&forward));
   const std::string loss_inputs =
       "(Tensor dloss, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, ";
-  m.def(("linear_cross_entropy_rows_backward" + loss_inputs +
-         "int ignore_index, float label_smoothing, float z_loss, float softcap, int max_chunk_bytes, ScalarType? "
-         "dw_dtype, bool want_dhidden, bool want_dweight, bool want_dbias) -> (Tensor dhidden, Tensor dweight, Tensor "
-         "dbias)")
-            .c_str());
-  m.def(("linear_cross_entropy_rows_backward_main_grad" + loss_inputs +
-         "Tensor(a!) main_grad, int ignore_index, float label_smoothing, float z_loss, float softcap, int "
-         "max_chunk_bytes, bool want_dhidden, bool want_dbias) -> (Tensor dhidden, Tensor dbias)")
-            .c_str());
-  m.def("linear_cross_entropy_scaled(Tensor x, Tensor factor, Tensor? denominator, ScalarType dtype) -> Tensor scaled");
-  m.def("linear_cross_entropy_scale_(Tensor(a!) x, Tensor factor, Tensor? denominator) -> ()");
-  m.def("linear_cross_entropy_add_(Tensor(a!) sum, Tensor(b!) x, Tensor factor, Tensor? denominator) -> ()");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("linear_cross_entropy", TORCH_BOX(&forward));
-  m.impl("linear_cross_entropy_rows", TORCH_BOX(&forward));
-  m.impl("linear_cross_entropy_forward", TORCH_BOX(&forward));
-  m.impl("linear_cross_entropy_rows_backward", TORCH_BOX(&rows_backward));
-  m.impl("linear_cross_entropy_rows_backward_main_grad", TORCH_BOX(&rows_backward_main_grad));
-  m.impl("linear_cross_entropy_scaled", TORCH_BOX(&scaled));
-  m.impl("linear_cross_entropy_scale_", TORCH_BOX(&scale));
-  m.impl("linear_cross_entropy_add_", TORCH_BOX(&add));
+  m.add(
+      "linear_cross_entropy_rows_backward" + loss_inputs +
+          "int ignore_index, float label_smoothing, float z_loss, float softcap, int max_chunk_bytes, ScalarType? "
+          "dw_dtype, bool want_dhidden, bool want_dweight, bool want_dbias) -> (Tensor dhidden, Tensor dweight, Tensor "
+          "dbias)",
+      TORCH_BOX(&rows_backward));
+  m.add("linear_cross_entropy_rows_backward_main_grad" + loss_inputs +
+            "Tensor(a!) main_grad, int ignore_index, float label_smoothing, float z_loss, float softcap, int "
+            "max_chunk_bytes, bool want_dhidden, bool want_dbias) -> (Tensor dhidden, Tensor dbias)",
+        TORCH_BOX(&rows_backward_main_grad));
+  m.add("linear_cross_entropy_scaled(Tensor x, Tensor factor, Tensor? denominator, ScalarType dtype) -> Tensor scaled",
+        TORCH_BOX(&scaled));
+  m.add("linear_cross_entropy_scale_(Tensor(a!) x, Tensor factor, Tensor? denominator) -> ()", TORCH_BOX(&scale));
+  m.add("linear_cross_entropy_add_(Tensor(a!) sum, Tensor(b!) x, Tensor factor, Tensor? denominator) -> ()",
+        TORCH_BOX(&add));
 }
 
 }  // namespace

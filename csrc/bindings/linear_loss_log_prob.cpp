@@ -98,24 +98,19 @@ std::tuple<Tensor, Tensor, Tensor> backward(std::optional<Tensor> dlog_prob_any,
   return sums.rounded();
 }
 
-WARPSMITH_SCHEMAS(m) {
-  for (const char* name : {"linear_log_prob", "linear_log_prob_forward"})
-    m.def((std::string(name) +
-           "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, float temperature, bool save_logits, int "
-           "max_chunk_bytes) -> (Tensor log_prob, Tensor logsumexp, Tensor entropy, Tensor row_max, Tensor row_sum, "
-           "Tensor logits)")
-              .c_str());
-  m.def(
+WARPSMITH_OPS(m) {
+  m.add_forward(
+      "linear_log_prob",
+      "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, float temperature, bool save_logits, int "
+      "max_chunk_bytes) -> (Tensor log_prob, Tensor logsumexp, Tensor entropy, Tensor row_max, Tensor row_sum, "
+      "Tensor logits)",
+      TORCH_BOX(&forward));
+  m.add(
       "linear_log_prob_backward(Tensor? dlog_prob, Tensor? dlse, Tensor? dentropy, Tensor hidden, Tensor weight, "
       "Tensor target, Tensor? bias, Tensor row_max, Tensor row_sum, Tensor entropy, Tensor logits, float temperature, "
       "int max_chunk_bytes, bool want_dhidden, bool want_dweight, bool want_dbias) -> (Tensor dhidden, Tensor dweight, "
-      "Tensor dbias)");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("linear_log_prob", TORCH_BOX(&forward));
-  m.impl("linear_log_prob_forward", TORCH_BOX(&forward));
-  m.impl("linear_log_prob_backward", TORCH_BOX(&backward));
+      "Tensor dbias)",
+      TORCH_BOX(&backward));
 }
 
 }  // namespace

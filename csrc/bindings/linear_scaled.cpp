@@ -569,30 +569,23 @@ std::tuple<Tensor, Tensor> cast_weight(Tensor weight, int64_t scaling, bool powe
   return {turned && !blocks ? transposed_bytes(op, made.data, made.data.size(0)) : made.data, *made.scale};
 }
 
-WARPSMITH_SCHEMAS(m) {
+WARPSMITH_OPS(m) {
   const std::string of_layer =
       "(Tensor x, Tensor weight, Tensor? bias, Tensor? weight_data, Tensor? weight_scale, Tensor? x_scale, "
       "Tensor? x_data, Tensor? x_data_scale, int options, Tensor? dy_scale=None, Tensor? dy_counts=None, "
       "Tensor? dy_amax=None) -> ";
-  for (const char* form : {"scaled_linear", "scaled_linear_forward"})
-    m.def((form + of_layer + "(Tensor y, Tensor counts, Tensor amax, Tensor new_data, Tensor new_scale)").c_str());
-  m.def(("scaled_linear_inference" + of_layer + "Tensor y").c_str());
-  m.def(
+  m.add_forward("scaled_linear", of_layer + "(Tensor y, Tensor counts, Tensor amax, Tensor new_data, Tensor new_scale)",
+                TORCH_BOX(&forward));
+  m.add("scaled_linear_inference" + of_layer + "Tensor y", TORCH_BOX(&inference));
+  m.add(
       "scaled_linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor? bias, Tensor? x_data, Tensor? x_data_scale, "
       "Tensor? weight_data, Tensor? weight_scale, Tensor? turned, Tensor? turned_scale, Tensor? dy_scale, "
       "Tensor? x_turned, Tensor? x_turned_scale, int options, bool want_dx, bool want_dweight, bool want_dbias) -> "
       "(Tensor dx, Tensor dweight, Tensor dbias, Tensor counts, Tensor amax, Tensor new_turned, "
-      "Tensor new_turned_scale)");
-  m.def(
-      "scaled_linear_cast(Tensor weight, int scaling, bool power_of_two, bool turned) -> (Tensor data, Tensor scale)");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("scaled_linear", TORCH_BOX(&forward));
-  m.impl("scaled_linear_forward", TORCH_BOX(&forward));
-  m.impl("scaled_linear_inference", TORCH_BOX(&inference));
-  m.impl("scaled_linear_backward", TORCH_BOX(&backward));
-  m.impl("scaled_linear_cast", TORCH_BOX(&cast_weight));
+      "Tensor new_turned_scale)",
+      TORCH_BOX(&backward));
+  m.add("scaled_linear_cast(Tensor weight, int scaling, bool power_of_two, bool turned) -> (Tensor data, Tensor scale)",
+        TORCH_BOX(&cast_weight));
 }
 
 }  // namespace

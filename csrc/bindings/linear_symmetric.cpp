@@ -127,9 +127,7 @@ void multiply_symmetric(const char* op, const Tensor& out_any, const Tensor& x_a
                      z ? OptionalTensor(part(*z)) : std::nullopt, alpha, beta);
   }
   const MirrorParams p{out_any.mutable_data_ptr(), out.batches, n, dtype};
-  run_on(
-      op, out_any, [&](void* stream) { return mirror_cuda(p, stream); },
-      [&](const Parallel& threads) { return mirror_cpu(p, threads); });
+  run_on<mirror_cuda, mirror_cpu>(op, out_any, p);
 }
 
 Tensor allocate_square(const char* op, const Tensor& x) {
@@ -172,14 +170,10 @@ Tensor symmetric_product(Tensor x, Tensor y, OptionalTensor z, double alpha, dou
   return out;
 }
 
-WARPSMITH_SCHEMAS(m) {
-  m.def("matmul_symmetric(Tensor x) -> Tensor y");
-  m.def("symmetric_product(Tensor x, Tensor y, Tensor? z, float alpha, float beta) -> Tensor out");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("matmul_symmetric", TORCH_BOX(&matmul_symmetric));
-  m.impl("symmetric_product", TORCH_BOX(&symmetric_product));
+WARPSMITH_OPS(m) {
+  m.add("matmul_symmetric(Tensor x) -> Tensor y", TORCH_BOX(&matmul_symmetric));
+  m.add("symmetric_product(Tensor x, Tensor y, Tensor? z, float alpha, float beta) -> Tensor out",
+        TORCH_BOX(&symmetric_product));
 }
 
 }  // namespace

@@ -198,18 +198,8 @@ NormGradients norm_backward(Norm norm, const NormGradientInputs& in) {
     if (in.want_dweight) p.dweight_partials = base;
     if (in.want_dbias) p.dbias_partials = base + (sums - 1) * partial_rows * s.columns * size_bytes(real_dtype(dtype));
   };
-  run_on(
-      op, in.dy,
-      [&](void* stream) {
-        int64_t partial_rows = 0;
-        WARPSMITH_RETURN_IF_FAILED(norm_partial_rows_cuda(p, &partial_rows));
-        with_partials(partial_rows);
-        return norm_backward_cuda(p, stream);
-      },
-      [&](const Parallel& threads) {
-        with_partials(norm_partial_rows_cpu(s.rows, s.columns));
-        return norm_backward_cpu(p, threads);
-      });
+  run_with_partials<NormBackwardParams, norm_partial_rows_cuda, norm_backward_cuda, norm_backward_cpu>(
+      op, in.dy, p, norm_partial_rows_cpu(s.rows, s.columns), with_partials);
   return out;
 }
 
@@ -297,10 +287,10 @@ WARPSMITH_NORM_OPS(WARPSMITH_ROW)
 
 std::string text_if(bool there, const char* text) { return there ? text : ""; }
 
-std::string forward_schema(Norm op, const char* suffix, NormKind kind) {
+std::string forward_signature(Norm op, NormKind kind) {
   const bool with_statistics = kind != NormKind::inference, with_cast = kind == NormKind::fp8;
   const auto [layer, residual, dropout] = row_of(op);
-  return std::string(name(op)) + suffix + "(Tensor x, " + text_if(residual, "Tensor residual, ") + "Tensor? weight, " +
+  return "(Tensor x, " + text_if(residual, "Tensor residual, ") + "Tensor? weight, " +
          text_if(layer, "Tensor? bias, ") + text_if(dropout, "Tensor? seed, float p, ") + "float eps" +
          text_if(!layer, ", float weight_offset") + text_if(is_made_again(op, kind), ", bool as_added=False") +
          ") -> (Tensor y" + text_if(residual, ", Tensor residual_out") +
@@ -318,30 +308,16 @@ std::string backward_schema(Norm op) {
          text_if(residual, "Tensor dresidual, ") + "Tensor dweight" + text_if(layer, ", Tensor dbias") + ")";
 }
 
-WARPSMITH_SCHEMAS(m) {
-#define WARPSMITH_ROW(op, ...)                                                \
-  m.def(forward_schema(Norm::op, "", NormKind::forward).c_str());             \
-  m.def(forward_schema(Norm::op, "_forward", NormKind::forward).c_str());     \
-  m.def(forward_schema(Norm::op, "_inference", NormKind::inference).c_str()); \
-  m.def(backward_schema(Norm::op).c_str());
+WARPSMITH_OPS(m) {
+#define WARPSMITH_ROW(op, ...)                                                                                         \
+  m.add_forward(#op, forward_signature(Norm::op, NormKind::forward), &forward<Norm::op, NormKind::forward>);           \
+  m.add(#op "_inference" + forward_signature(Norm::op, NormKind::inference), &forward<Norm::op, NormKind::inference>); \
+  m.add(backward_schema(Norm::op), &backward<Norm::op>);
   WARPSMITH_NORM_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 #define WARPSMITH_ROW(op, layer, residual, dropout) \
-  WARPSMITH_UNLESS_##dropout(m.def(forward_schema(Norm::op, "_fp8", NormKind::fp8).c_str());)
-  WARPSMITH_NORM_OPS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-#define WARPSMITH_ROW(op, ...)                                       \
-  m.impl(#op, &forward<Norm::op, NormKind::forward>);                \
-  m.impl(#op "_forward", &forward<Norm::op, NormKind::forward>);     \
-  m.impl(#op "_inference", &forward<Norm::op, NormKind::inference>); \
-  m.impl(#op "_backward", &backward<Norm::op>);
-  WARPSMITH_NORM_OPS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-#define WARPSMITH_ROW(op, layer, residual, dropout) \
-  WARPSMITH_UNLESS_##dropout(m.impl(#op "_fp8", &forward<Norm::op, NormKind::fp8>);)
+  WARPSMITH_UNLESS_##dropout(                       \
+      m.add(#op "_fp8" + forward_signature(Norm::op, NormKind::fp8), &forward<Norm::op, NormKind::fp8>);)
   WARPSMITH_NORM_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 }

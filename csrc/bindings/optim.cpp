@@ -274,9 +274,7 @@ void run(const char* op, OptimParams& p, const Tensor& table, const Tensor& poin
     if (is_layerwise(p.optimizer)) {
       LayerwiseParams layerwise{p, static_cast<double*>(scratch.mutable_data_ptr()), nullptr};
       layerwise.ratios = layerwise.partials + 2 * p.chunk_count;
-      run_on(
-          op, table, [&](void* stream) { return layerwise_cuda(layerwise, stream); },
-          [&](const Parallel& threads) { return layerwise_cpu(layerwise, threads); });
+      run_on<layerwise_cuda, layerwise_cpu>(op, table, layerwise);
       continue;
     }
     run_on(
@@ -461,27 +459,23 @@ void adamw(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
   run(kOp, p, table, pointers, {g}, {0}, grad_scale, found_inf);
 }
 
-WARPSMITH_SCHEMAS(m) {
-  m.def(
+WARPSMITH_OPS(m) {
+  m.add(
       "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] "
       "max_exp_avg_sqs, Tensor(e!)[] steps, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool "
-      "maximize, Tensor? grad_scale, Tensor? found_inf) -> ()");
-  m.def(
+      "maximize, Tensor? grad_scale, Tensor? found_inf) -> ()",
+      TORCH_BOX(&adamw));
+  m.add(
       "optim_table(int optimizer, int storage, Tensor[] params, Tensor[] arrays, int[] has, int[] groups, int[] "
-      "first_elems, int[] row_elems=[]) -> (Tensor table, int[] facts)");
-  m.def("optim_pointers(Tensor(a!) pointers, Tensor values) -> ()");
+      "first_elems, int[] row_elems=[]) -> (Tensor table, int[] facts)",
+      TORCH_BOX(&optim_table));
+  m.add("optim_pointers(Tensor(a!) pointers, Tensor values) -> ()", TORCH_BOX(&optim_pointers));
   // optim_step also writes to the arrays that the table points to. A schema cannot say so: it is for eager code only.
-  m.def(
+  m.add(
       "optim_step(Tensor(a!) table, int[] facts, Tensor pointers, Tensor[] lr, Tensor constants, Tensor? grad_scale, "
       "Tensor? found_inf, Tensor? device_constants=None, bool mixed_grads=False, Tensor? extras=None, float "
-      "ema_weight=0.0, bool zero_grads=False, Tensor? casts=None) -> ()");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("adamw", TORCH_BOX(&adamw));
-  m.impl("optim_table", TORCH_BOX(&optim_table));
-  m.impl("optim_pointers", TORCH_BOX(&optim_pointers));
-  m.impl("optim_step", TORCH_BOX(&optim_step));
+      "ema_weight=0.0, bool zero_grads=False, Tensor? casts=None) -> ()",
+      TORCH_BOX(&optim_step));
 }
 
 }  // namespace

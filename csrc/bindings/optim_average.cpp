@@ -59,16 +59,13 @@ void average_weights(Tensors averages, Tensors values, double weight, std::optio
   params.chunks =
       reinterpret_cast<const ListChunk*>(static_cast<const int64_t*>(table.const_data_ptr()) + record_words);
   params.chunk_count = static_cast<int64_t>(words.size()) - record_words;
-  run_on(
-      kOp, averages[0], [&](void* stream) { return average_cuda(params, stream); },
-      [&](const Parallel& threads) { return average_cpu(params, threads); });
+  run_on<average_cuda, average_cpu>(kOp, averages[0], params);
 }
 
-WARPSMITH_SCHEMAS(m) {
-  m.def("average_weights(Tensor(a!)[] averages, Tensor[] values, float weight, Tensor? found_inf) -> ()");
+WARPSMITH_OPS(m) {
+  m.add("average_weights(Tensor(a!)[] averages, Tensor[] values, float weight, Tensor? found_inf) -> ()",
+        TORCH_BOX(&average_weights));
 }
-
-WARPSMITH_IMPLEMENTATIONS(m) { m.impl("average_weights", TORCH_BOX(&average_weights)); }
 
 }  // namespace
 }  // namespace warpsmith

@@ -126,9 +126,7 @@ Norm norm_of(const char* op, const Tensors& tensors, double p, int64_t chunks_of
 
 std::tuple<Tensor, Tensor> grad_norm(Tensors tensors, double p) {
   const Norm n = norm_of(kNorm, tensors, p);
-  run_on(
-      kNorm, tensors[0], [&](void* stream) { return grad_norm_cuda(n.params, stream); },
-      [&](const Parallel& threads) { return grad_norm_cpu(n.params, threads); });
+  run_on<grad_norm_cuda, grad_norm_cpu>(kNorm, tensors[0], n.params);
   return {n.norm, n.power_sum};
 }
 
@@ -162,9 +160,7 @@ Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems, std::o
   if (scale) params.scale = float_of(kPartials, "scale", *scale, tensors[0]);
   params.known = known_of(kPartials, known, table, tensors[0]);
   const Tensor partials = allocate_partials(kPartials, table, tensors[0], params);
-  run_on(
-      kPartials, tensors[0], [&](void* stream) { return grad_norm_partials_cuda(params, stream); },
-      [&](const Parallel& threads) { return grad_norm_partials_cpu(params, threads); });
+  run_on<grad_norm_partials_cuda, grad_norm_partials_cpu>(kPartials, tensors[0], params);
   return partials;
 }
 
@@ -213,9 +209,7 @@ std::tuple<Tensor, Tensor, Tensor> check_of(const char* op, Norm n, int64_t tens
                          float_of(op, "found_inf", found_inf, like),
                          counts_of(op, bad_counts, tensors, like),
                          tensors};
-  run_on(
-      op, like, [&](void* stream) { return grad_check_cuda(params, stream); },
-      [&](const Parallel& threads) { return grad_check_cpu(params, threads); });
+  run_on<grad_check_cuda, grad_check_cpu>(op, like, params);
   return {n.norm, n.power_sum, grad_scale};
 }
 
@@ -255,9 +249,7 @@ void unscale_grads(Tensors tensors, Tensor inv_scale, Tensor found_inf, Tensor b
   params.tensors = table.tensors();
   params.chunks = table.chunks();
   params.chunk_count = table.chunk_count;
-  run_on(
-      kUnscale, tensors[0], [&](void* stream) { return unscale_grads_cuda(params, stream); },
-      [&](const Parallel& threads) { return unscale_grads_cpu(params, threads); });
+  run_on<unscale_grads_cuda, unscale_grads_cpu>(kUnscale, tensors[0], params);
 }
 
 void clip_grads(Tensors tensors, Tensor norm, double max_norm) {
@@ -273,43 +265,34 @@ void clip_grads(Tensors tensors, Tensor norm, double max_norm) {
   params.chunk_count = table.chunk_count;
   params.norm = norm.const_data_ptr();
   params.max_norm = max_norm;
-  run_on(
-      kClip, tensors[0], [&](void* stream) { return clip_grads_cuda(params, stream); },
-      [&](const Parallel& threads) { return clip_grads_cpu(params, threads); });
+  run_on<clip_grads_cuda, clip_grads_cpu>(kClip, tensors[0], params);
 }
 
-WARPSMITH_SCHEMAS(m) {
-  m.def("grad_norm(Tensor[] tensors, float p) -> (Tensor norm, Tensor power_sum)");
+WARPSMITH_OPS(m) {
+  m.add("grad_norm(Tensor[] tensors, float p) -> (Tensor norm, Tensor power_sum)", TORCH_BOX(&grad_norm));
   // The halves of grad_norm, for tensors on several ranks, and the elements of a chunk there. total_elems: of the
   // tensors of all ranks. Equal bits to grad_norm's, where the partials are joined in the order of its chunks.
-  m.def("grad_norm_chunk_elems(Tensor like, int total_elems) -> int");
+  m.add("grad_norm_chunk_elems(Tensor like, int total_elems) -> int", TORCH_BOX(&grad_norm_chunk_elems));
   // known: what grad_norm_partials gave for the same tensors without a scale. Chunks whose sum was finite are not read.
-  m.def(
+  m.add(
       "grad_norm_partials(Tensor[] tensors, float p, int total_elems, Tensor? scale=None, Tensor? known=None)"
-      " -> Tensor");
-  m.def("grad_norm_finish(Tensor partials, float p, bool wide) -> (Tensor norm, Tensor power_sum)");
-  m.def("clip_grads(Tensor(a!)[] tensors, Tensor norm, float max_norm) -> ()");
-  m.def(
+      " -> Tensor",
+      TORCH_BOX(&grad_norm_partials));
+  m.add("grad_norm_finish(Tensor partials, float p, bool wide) -> (Tensor norm, Tensor power_sum)",
+        TORCH_BOX(&grad_norm_finish));
+  m.add("clip_grads(Tensor(a!)[] tensors, Tensor norm, float max_norm) -> ()", TORCH_BOX(&clip_grads));
+  m.add(
       "grad_check(Tensor[] tensors, float p, Tensor scale, float max_norm, Tensor(a!) found_inf, Tensor(b!) bad_counts,"
-      " int total_elems=0, Tensor? known=None) -> (Tensor norm, Tensor power_sum, Tensor grad_scale)");
+      " int total_elems=0, Tensor? known=None) -> (Tensor norm, Tensor power_sum, Tensor grad_scale)",
+      TORCH_BOX(&grad_check));
   // The same for gradients that stay where they are: their table, then checks of it.
-  m.def("grad_table(Tensor[] tensors) -> Tensor");
-  m.def(
+  m.add("grad_table(Tensor[] tensors) -> Tensor", TORCH_BOX(&grad_table));
+  m.add(
       "grad_check_table(Tensor table, int tensors, bool wide, float p, Tensor scale, float max_norm,"
-      " Tensor(a!) found_inf, Tensor(b!) bad_counts) -> (Tensor norm, Tensor power_sum, Tensor grad_scale)");
-  m.def("unscale_grads(Tensor(a!)[] tensors, Tensor inv_scale, Tensor(b!) found_inf, Tensor(c!) bad_counts) -> ()");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("grad_norm", TORCH_BOX(&grad_norm));
-  m.impl("grad_norm_chunk_elems", TORCH_BOX(&grad_norm_chunk_elems));
-  m.impl("grad_norm_partials", TORCH_BOX(&grad_norm_partials));
-  m.impl("grad_norm_finish", TORCH_BOX(&grad_norm_finish));
-  m.impl("clip_grads", TORCH_BOX(&clip_grads));
-  m.impl("grad_check", TORCH_BOX(&grad_check));
-  m.impl("grad_table", TORCH_BOX(&grad_table));
-  m.impl("grad_check_table", TORCH_BOX(&grad_check_table));
-  m.impl("unscale_grads", TORCH_BOX(&unscale_grads));
+      " Tensor(a!) found_inf, Tensor(b!) bad_counts) -> (Tensor norm, Tensor power_sum, Tensor grad_scale)",
+      TORCH_BOX(&grad_check_table));
+  m.add("unscale_grads(Tensor(a!)[] tensors, Tensor inv_scale, Tensor(b!) found_inf, Tensor(c!) bad_counts) -> ()",
+        TORCH_BOX(&unscale_grads));
 }
 
 }  // namespace

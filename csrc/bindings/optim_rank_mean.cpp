@@ -43,15 +43,13 @@ void rank_mean(Tensor parts, std::optional<Tensor> own, int64_t rank, Tensors ou
     params.outs[i] = {outs[i].mutable_data_ptr(), dtype};
   }
   params.out_count = static_cast<int32_t>(outs.size());
-  run_on(
-      kOp, parts, [&](void* stream) { return rank_mean_cuda(params, stream); },
-      [&](const Parallel& threads) { return rank_mean_cpu(params, threads); });
+  run_on<rank_mean_cuda, rank_mean_cpu>(kOp, parts, params);
 }
 
 // outs: where the mean of the rows of parts goes. own: stands for row `rank`; it may be one of outs.
-WARPSMITH_SCHEMAS(m) { m.def("rank_mean(Tensor parts, Tensor? own, int rank, Tensor(a!)[] outs) -> ()"); }
-
-WARPSMITH_IMPLEMENTATIONS(m) { m.impl("rank_mean", TORCH_BOX(&rank_mean)); }
+WARPSMITH_OPS(m) {
+  m.add("rank_mean(Tensor parts, Tensor? own, int rank, Tensor(a!)[] outs) -> ()", TORCH_BOX(&rank_mean));
+}
 
 }  // namespace
 }  // namespace warpsmith

@@ -233,9 +233,7 @@ Tensor dequantize_fp8(Tensor data_any, Tensor scale_any, ScalarType dtype) {
   if (data.rows == 0 || data.columns == 0) return y;
   p.scale = static_cast<const float*>(scale.const_data_ptr());
   p.y = y.mutable_data_ptr();
-  run_on(
-      kDequantize, data_any, [&](void* stream) { return dequantize_cuda(p, stream); },
-      [&](const Parallel& threads) { return dequantize_cpu(p, threads); });
+  run_on<dequantize_cuda, dequantize_cpu>(kDequantize, data_any, p);
   return y;
 }
 
@@ -244,9 +242,7 @@ Tensor transposed_bytes(const char* op, const Tensor& data, int64_t rows_to) {
   Tensor made = allocate(op, "transposed bytes", sizes, 2, dtype_code(data), data);
   if (made.numel() == 0) return made;
   const TransposeBytesParams p{data.const_data_ptr(), made.mutable_data_ptr(), data.size(0), data.size(1), rows_to};
-  run_on(
-      op, data, [&](void* stream) { return transpose_bytes_cuda(p, stream); },
-      [&](const Parallel& threads) { return transpose_bytes_cpu(p, threads); });
+  run_on<transpose_bytes_cuda, transpose_bytes_cpu>(op, data, p);
   return made;
 }
 
@@ -264,9 +260,7 @@ Tensor fp8_amax(Tensor x_any, bool by_row) {
                         x.stride,
                         by_row,
                         dtype};
-  run_on(
-      kAmax, x_any, [&](void* stream) { return fp8_amax_cuda(p, stream); },
-      [&](const Parallel& threads) { return fp8_amax_cpu(p, threads); });
+  run_on<fp8_amax_cuda, fp8_amax_cpu>(kAmax, x_any, p);
   return found;
 }
 
@@ -279,27 +273,19 @@ Tensor scale_of(Tensor amax_any, ScalarType dtype, bool power_of_two) {
   Tensor scale = allocate_like(kScale, "scale", amax_any);
   const Fp8ScaleParams p{static_cast<const float*>(amax.const_data_ptr()),
                          static_cast<float*>(scale.mutable_data_ptr()), amax.numel(), power_of_two, e5m2};
-  run_on(
-      kScale, amax_any, [&](void* stream) { return fp8_scale_cuda(p, stream); },
-      [&](const Parallel& threads) { return fp8_scale_cpu(p, threads); });
+  run_on<fp8_scale_cuda, fp8_scale_cpu>(kScale, amax_any, p);
   return scale;
 }
 
-WARPSMITH_SCHEMAS(m) {
-  m.def(
+WARPSMITH_OPS(m) {
+  m.add(
       "quantize_fp8(Tensor x, Tensor? scale, int scaling, int transpose, ScalarType dtype, bool power_of_two, "
       "bool column_sums) -> (Tensor data, Tensor new_scale, Tensor transposed, Tensor transposed_scale, Tensor counts, "
-      "Tensor sums)");
-  m.def("dequantize_fp8(Tensor data, Tensor scale, ScalarType dtype) -> Tensor values");
-  m.def("fp8_amax(Tensor x, bool by_row) -> Tensor amax");
-  m.def("fp8_scale(Tensor amax, ScalarType dtype, bool power_of_two) -> Tensor scale");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
-  m.impl("dequantize_fp8", TORCH_BOX(&dequantize_fp8));
-  m.impl("fp8_amax", TORCH_BOX(&fp8_amax));
-  m.impl("fp8_scale", TORCH_BOX(&scale_of));
+      "Tensor sums)",
+      TORCH_BOX(&quantize_fp8));
+  m.add("dequantize_fp8(Tensor data, Tensor scale, ScalarType dtype) -> Tensor values", TORCH_BOX(&dequantize_fp8));
+  m.add("fp8_amax(Tensor x, bool by_row) -> Tensor amax", TORCH_BOX(&fp8_amax));
+  m.add("fp8_scale(Tensor amax, ScalarType dtype, bool power_of_two) -> Tensor scale", TORCH_BOX(&scale_of));
 }
 
 }  // namespace

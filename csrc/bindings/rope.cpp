@@ -369,24 +369,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(Tensor dq_out_any, Tens
 #define WARPSMITH_NORM_INPUTS \
   "Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float eps, " WARPSMITH_POSITIONS
 
-WARPSMITH_SCHEMAS(m) {
-  for (const std::string op : {"rope", "rope_forward"})
-    m.def((op + "(Tensor q, Tensor k, " WARPSMITH_ROPE_INPUTS " -> (Tensor q_out, Tensor k_out)").c_str());
-  m.def("rope_inplace(Tensor(a!) q, Tensor(b!) k, " WARPSMITH_ROPE_INPUTS " -> ()");
-  for (const std::string op : {"qk_norm_rope", "qk_norm_rope_forward"})
-    m.def((op + "(" WARPSMITH_NORM_INPUTS ") -> (Tensor q_out, Tensor k_out)").c_str());
-  m.def("qk_norm_rope_backward(Tensor dq_out, Tensor dk_out, " WARPSMITH_NORM_INPUTS
+WARPSMITH_OPS(m) {
+  m.add_forward("rope", "(Tensor q, Tensor k, " WARPSMITH_ROPE_INPUTS " -> (Tensor q_out, Tensor k_out)",
+                TORCH_BOX(&rope_forward));
+  m.add("rope_inplace(Tensor(a!) q, Tensor(b!) k, " WARPSMITH_ROPE_INPUTS " -> ()", TORCH_BOX(&rope_inplace));
+  m.add_forward("qk_norm_rope", "(" WARPSMITH_NORM_INPUTS ") -> (Tensor q_out, Tensor k_out)",
+                TORCH_BOX(&norm_forward));
+  m.add("qk_norm_rope_backward(Tensor dq_out, Tensor dk_out, " WARPSMITH_NORM_INPUTS
         ", bool want_dq, bool want_dk, bool want_dq_weight, bool want_dk_weight)"
-        " -> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)");
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("rope", TORCH_BOX(&rope_forward));
-  m.impl("rope_forward", TORCH_BOX(&rope_forward));
-  m.impl("rope_inplace", TORCH_BOX(&rope_inplace));
-  m.impl("qk_norm_rope", TORCH_BOX(&norm_forward));
-  m.impl("qk_norm_rope_forward", TORCH_BOX(&norm_forward));
-  m.impl("qk_norm_rope_backward", TORCH_BOX(&norm_backward));
+        " -> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)",
+        TORCH_BOX(&norm_backward));
 }
 
 }  // namespace

@@ -33,9 +33,7 @@ Tensor run(Softmax op, const char* name, const char* argument, const Tensor& x_a
                         .dtype = float_dtype(name, argument, x_any),
                         .result_dtype = result_dtype,
                         .log = kIsLog[static_cast<int>(op)]};
-  run_on(
-      name, x_any, [&](void* stream) { return softmax_cuda(p, stream); },
-      [&](const Parallel& threads) { return softmax_cpu(p, threads); });
+  run_on<softmax_cuda, softmax_cpu>(name, x_any, p);
   return result;
 }
 
@@ -90,20 +88,11 @@ template <Softmax op> struct Bound {
 WARPSMITH_SOFTMAX_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 
-WARPSMITH_SCHEMAS(m) {
-#define WARPSMITH_ROW(op, log)                            \
-  m.def(#op "(Tensor x, bool wide) -> Tensor y");         \
-  m.def(#op "_forward(Tensor x, bool wide) -> Tensor y"); \
-  m.def(#op "_backward(Tensor dy, Tensor y, ScalarType x_dtype) -> Tensor dx");
-  WARPSMITH_SOFTMAX_OPS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-}
-
-WARPSMITH_IMPLEMENTATIONS(m) {
-#define WARPSMITH_ROW(op, log)                                     \
-  m.impl(#op, TORCH_BOX(&Bound<Softmax::op>::forward));            \
-  m.impl(#op "_forward", TORCH_BOX(&Bound<Softmax::op>::forward)); \
-  m.impl(#op "_backward", TORCH_BOX(&Bound<Softmax::op>::backward));
+WARPSMITH_OPS(m) {
+#define WARPSMITH_ROW(op, log)                                                                      \
+  m.add_forward(#op, "(Tensor x, bool wide) -> Tensor y", TORCH_BOX(&Bound<Softmax::op>::forward)); \
+  m.add(#op "_backward(Tensor dy, Tensor y, ScalarType x_dtype) -> Tensor dx",                      \
+        TORCH_BOX(&Bound<Softmax::op>::backward));
   WARPSMITH_SOFTMAX_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 }

@@ -110,20 +110,4 @@ template <class T> __device__ __forceinline__ uint32_t pack(float x0, float x1, 
 #endif
 }
 
-// Up or down with probability proportional to the distance, from 21 random bits: the expectation of the result is x, to
-// 2^-20 of the last place. Saturates as from_float does, NaN becomes 0x7f. T is float8_e4m3 or float8_e5m2.
-template <class T> __device__ __forceinline__ T round_stochastic(float x, uint32_t random) {
-  using F = detail::Float8Format<T>;
-  const uint32_t u = __float_as_uint(x), magnitude = u & 0x7fffffffu, sign = u >> 24 & 0x80u;
-  if (magnitude > 0x7f800000u) return {F::nan};
-  uint32_t rounded;
-  if (detail::float8_is_subnormal<T>(magnitude)) {
-    const float units = detail::float8_subnormal_units<T>(__uint_as_float(magnitude));
-    rounded = (static_cast<uint32_t>(units * 0x1p21f) + (random & 0x1fffffu)) >> 21;
-  } else {
-    rounded = detail::float8_of_normal<T>(magnitude, random & ((1u << (23 - F::mantissa)) - 1));
-  }
-  return {static_cast<uint8_t>(rounded | sign)};
-}
-
 }  // namespace warpsmith::device

@@ -68,18 +68,6 @@ __device__ __forceinline__ float rounded_product(float a, float b) {
 #endif
 }
 
-// tanh(x), max relative error 2^-11.
-__device__ __forceinline__ float fast_tanh(float x) {
-#ifdef WARPSMITH_SIM
-  const float y = sim::approximate(std::tanh(static_cast<double>(x)), x, 0x1p-11);
-  return y > 1 ? 1.0f : y < -1 ? -1.0f : y;
-#else
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#endif
-}
-
 // What follows is composed of the above. Errors are those of the composition on top of the primitives' own.
 
 // e^x, subnormal results flushed to 0; relative error 2^-22 + 2^-23 |x|.
@@ -89,7 +77,7 @@ __device__ __forceinline__ float exp(float x) { return exp2(x * 1.44269504f); }
 // instructions are special functions.
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + exp2(x * -1.44269504f)); }
 
-// tanh(x), relative error 2^-21. fast_tanh is one instruction and 2^-11.
+// tanh(x), relative error 2^-21. tanh.approx is one instruction and 2^-11.
 __device__ __forceinline__ float tanh(float x) {
   const float a = fabsf(x), z = x * x;
   float p = 0.002142961628533472f;

@@ -2,15 +2,13 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/float8.h"
 #include "common/half.h"
 #include "device/platform.h"
 #ifdef WARPSMITH_SIM
 #include "device/host_hooks_sm90.h"
 #endif
 
-// Warp matrix multiply-accumulate for 16-bit inputs (sm_80 and newer) and 8-bit inputs (sm_89 and newer). PTX ISA
-// 9.7.14.5.8 "mma.m16n8k16", 9.7.14.5.10 "mma.m16n8k32".
+// Warp matrix multiply-accumulate for 16-bit inputs (sm_80 and newer). PTX ISA 9.7.14.5.8 "mma.m16n8k16".
 namespace warpsmith::device {
 
 // d[16 x 8] += a[16 x 16] * b[16 x 8], fp32 accumulation. The whole warp, converged. With g = lane / 4 and t = lane %
@@ -34,37 +32,6 @@ template <class T> __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], c
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#endif
-}
-
-// d[16 x 8] += a[16 x 32] * b[32 x 8] for 8-bit floats, fp32 accumulation; A and B may differ in type. The whole warp,
-// converged. Four elements share a register, the first in the lowest byte; d as above:
-//   a[0]: row g, columns 4t to 4t+3    a[1]: row g+8    a[2]: columns 4t+16 to 4t+19    a[3]: row g+8 and these columns
-//   b[0]: rows 4t to 4t+3, column g    b[1]: rows 4t+16 to 4t+19
-template <class A, class B = A> __device__ __forceinline__ void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4],
-                                                                             const uint32_t (&b)[2] WARPSMITH_SITE) {
-  static_assert(std::is_same_v<A, float8_e4m3> || std::is_same_v<A, float8_e5m2>);
-  static_assert(std::is_same_v<B, float8_e4m3> || std::is_same_v<B, float8_e5m2>);
-#ifdef WARPSMITH_SIM
-  sim::mma(d, a, b, sim::kOperand<A>, sim::kOperand<B>, site);
-#elif __CUDA_ARCH__ >= 890
-#define WARPSMITH_MMA(types)                                                \
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." types               \
-               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])             \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
-  constexpr bool kA4 = std::is_same_v<A, float8_e4m3>, kB4 = std::is_same_v<B, float8_e4m3>;
-  if constexpr (kA4 && kB4)
-    WARPSMITH_MMA("e4m3.e4m3");
-  else if constexpr (kA4)
-    WARPSMITH_MMA("e4m3.e5m2");
-  else if constexpr (kB4)
-    WARPSMITH_MMA("e5m2.e4m3");
-  else
-    WARPSMITH_MMA("e5m2.e5m2");
-#undef WARPSMITH_MMA
-#else
-  __trap();  // the launcher chooses this path for sm_89 and newer only
 #endif
 }
 

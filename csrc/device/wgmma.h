@@ -126,7 +126,9 @@ __device__ __forceinline__ void wgmma_float8(float (&d)[Registers], uint64_t a, 
 #endif
 }
 
-// a in registers, as in mma_m16n8k32 for the 16 rows of each warp.
+// a in registers, for each warp its 16 rows: with g = lane / 4 and t = lane % 4, four elements share a register, the
+// first in the lowest byte.
+//   a[0]: row g, columns 4t to 4t+3    a[1]: row g+8    a[2]: columns 4t+16 to 4t+19    a[3]: row g+8 and these columns
 template <class A, class B, int N, int Registers>
 __device__ __forceinline__ void wgmma_float8(float (&d)[Registers], const uint32_t (&a)[4], uint64_t b,
                                              bool accumulate WARPSMITH_SITE) {

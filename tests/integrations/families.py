@@ -91,6 +91,14 @@ def small_model(family, implementation="eager", **options):
     return model.train()
 
 
+def loss_and_gradients(model, **inputs):
+    """Of a causal model."""
+    model.zero_grad()
+    loss = model(TOKENS, **{"labels": TOKENS, "use_cache": False, **inputs}).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
+
+
 def inputs_of(family, mask=None, tokens=TOKENS):
     """What a model's loss is of; labels are tokens that the mask shows, whose logits are made of such alone."""
     if family == "vit":

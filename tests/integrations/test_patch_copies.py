@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 from warpsmith.integrations.transformers import Patched, patch  # noqa: E402
 
 from .families import FAMILIES, ROWS, TOKENS, classes_of, small_model  # noqa: E402
+from .laws import assert_close  # noqa: E402
 from .test_patch_models import LOADED  # noqa: E402
 
 
@@ -20,12 +21,6 @@ def gradients(model):
     out = model(TOKENS, labels=TOKENS, use_cache=False)
     out.loss.backward()
     return not torch.is_tensor(out.logits), {n: p.grad.clone() for n, p in model.named_parameters()}
-
-
-def assert_close(found, expected):
-    assert found.keys() == expected.keys()
-    for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-4)
 
 
 def forwards(family):

@@ -53,6 +53,7 @@ class Recorder:
     """Counts what hooks see, by the module's name."""
 
     def __init__(self, model, kind):
+        self.kind = kind
         # torch's first backward hook sees the gradients of the last op, whichever that is.
         self.part = slice(1, None) if "backward_hook" in kind and "full" not in kind else slice(None)
         self.names = {module: name for name, module in model.named_modules()}
@@ -66,6 +67,27 @@ class Recorder:
     def state_hook(self, *seen):
         self.calls[str([shapes(t) for t in seen])] += 1
 
+    def of_modules(self, step, options, names=None):
+        """The calls of the modules' hooks in a step, and what the step returns."""
+        hook, handles = self.state_hook if "state_dict" in self.kind else self.hook, []
+        for module, name in self.names.items():
+            if names is None or name in names:  # torch marks some functions
+                handles.append(KINDS[self.kind](module, lambda *seen: hook(*seen), **options))
+        found = step()
+        for handle in filter(None, handles):
+            handle.remove()
+        return self.calls, found
+
+    def of_all(self, step):
+        """The calls of a hook on all modules that are, in a step."""
+        handle = GLOBAL_KINDS[self.kind](self.hook)
+        try:
+            step()
+        finally:
+            handle.remove()
+            registries._global_is_full_backward_hook = None
+        return self.calls
+
 
 def step(model, mode):
     model.zero_grad()
@@ -77,16 +99,7 @@ def step(model, mode):
 
 
 def hooked(model, kind, options, mode="training", names=None):
-    """The calls of the modules' hooks in a step, and its loss."""
-    recorder = Recorder(model, kind)
-    hook, handles = recorder.state_hook if "state_dict" in kind else recorder.hook, []
-    for module, name in recorder.names.items():
-        if names is None or name in names:
-            handles.append(KINDS[kind](module, lambda *seen: hook(*seen), **options))  # torch marks some functions
-    loss = step(model, mode)
-    for handle in filter(None, handles):
-        handle.remove()
-    return recorder.calls, loss
+    return Recorder(model, kind).of_modules(lambda: step(model, mode), options, names)
 
 
 def test_every_kind_of_hook_is_known():
@@ -164,12 +177,5 @@ def test_a_hook_on_all_modules_that_are(family, kind):
     model, found = small_model(family, num_hidden_layers=2), []
     for target in (None, model, type(model)):
         with contextlib.nullcontext() if target is None else patch(target, attention=False):
-            recorder = Recorder(model, kind)
-            handle = GLOBAL_KINDS[kind](recorder.hook)
-            try:
-                step(model, "training")
-            finally:
-                handle.remove()
-                registries._global_is_full_backward_hook = None
-            found.append(recorder.calls)
+            found.append(Recorder(model, kind).of_all(lambda: step(model, "training")))
     assert found[0] and found[1] == found[0] and found[2] == found[0]

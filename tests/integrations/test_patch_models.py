@@ -18,16 +18,7 @@ from warpsmith.testing.distributed import multirank
 from tests.dispatched import Dispatched
 
 from .laws import assert_close, assert_law_of_the_mean
-from .test_patch_hooks import (
-    GLOBAL_KINDS,
-    GLOBALS_OF_CALLS,
-    KINDS,
-    OF_CALLS,
-    Recorder,
-    id_of,
-    registries,
-    warnings_of_torch,
-)
+from .test_patch_hooks import GLOBALS_OF_CALLS, OF_CALLS, Recorder, id_of, warnings_of_torch
 
 WIDTH = 32
 
@@ -186,15 +177,7 @@ class Calls(Recorder):
 
 
 def hooked(model, kind, options, names=None):
-    recorder, handles = Calls(model, kind), []
-    hook = recorder.state_hook if "state_dict" in kind else recorder.hook
-    for module, name in recorder.names.items():
-        if names is None or name in names:
-            handles.append(KINDS[kind](module, lambda *seen: hook(*seen), **options))
-    loss = gradients(model)["loss"]
-    for handle in filter(None, handles):
-        handle.remove()
-    return recorder.calls, loss
+    return Calls(model, kind).of_modules(lambda: gradients(model)["loss"], options, names)
 
 
 @warnings_of_torch
@@ -220,14 +203,7 @@ def test_a_hook_on_all_modules_that_are(kind):
     for patched in (False, True):
         if patched:
             warpsmith.patch(model)
-        recorder = Calls(model, kind)
-        handle = GLOBAL_KINDS[kind](recorder.hook)
-        try:
-            gradients(model)
-        finally:
-            handle.remove()
-            registries._global_is_full_backward_hook = None
-        found.append(recorder.calls)
+        found.append(Calls(model, kind).of_all(lambda: gradients(model)))
     assert found[0] == found[1]
 
 

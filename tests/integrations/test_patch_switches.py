@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from warpsmith.integrations.transformers import patch  # noqa: E402
 from warpsmith.testing.distributed import multirank  # noqa: E402
 
-from .families import TOKENS, small_model  # noqa: E402
+from .families import TOKENS, loss_and_gradients, small_model  # noqa: E402
 from .laws import assert_close  # noqa: E402
 from .test_patch_layers import kept_bytes  # noqa: E402
 from .test_patch_models import Lora, is_patched  # noqa: E402
@@ -28,29 +28,22 @@ OF_SWITCH = {
 ALL = set().union(*OF_SWITCH.values())
 
 
-def gradients(model, **inputs):
-    model.zero_grad()
-    loss = model(TOKENS, labels=TOKENS, use_cache=False, **inputs).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
-
-
 @pytest.mark.parametrize("switch", OF_SWITCH)
 def test_a_switch_leaves_its_parts(switch):
     model = small_model("llama", "sdpa")
-    expected = gradients(model)
+    expected = loss_and_gradients(model)
     for choice, replaced in (
         ({switch: False}, ALL - OF_SWITCH[switch]),
         ({name: name == switch for name in OF_SWITCH}, OF_SWITCH[switch]),
     ):
         with patch(model, **choice) as done:
             assert done.replaced.keys() == replaced and not done.kept
-            assert_close(gradients(model), expected)
+            assert_close(loss_and_gradients(model), expected)
         if switch != "attention":
             by_class = {name: on for name, on in choice.items() if name != "attention"}
             with patch(type(model), **by_class) as done:
                 assert done.replaced.keys() == replaced - {"attn_implementation", "Linear"}
-                assert_close(gradients(model), expected)
+                assert_close(loss_and_gradients(model), expected)
 
 
 @pytest.mark.parametrize("by_class", [False, True], ids=["model", "class"])
@@ -96,10 +89,10 @@ def test_who_asks_for_weights_of_attention_is_told():
 
 def test_an_attention_that_does_not_fit_is_kept():
     model = small_model("llama", head_dim=12)
-    expected = gradients(model)
+    expected = loss_and_gradients(model)
     with patch(model) as done:
         assert done.kept == {"attn_implementation": "head dimensions are fused from 8 to 256 in steps of 8"}
-        assert_close(gradients(model), expected)
+        assert_close(loss_and_gradients(model), expected)
     transformers.AttentionInterface.register("mine", transformers.integrations.sdpa_attention.sdpa_attention_forward)
     model = small_model("llama", "mine")
     with patch(model) as done:
@@ -122,14 +115,14 @@ def ours_in(model):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_norms_and_heads_join_every_plain_linear_layer(family, kind):
     model = small_model(family)
-    expected = gradients(model)
+    expected = loss_and_gradients(model)
     fused = copy.deepcopy(model)
     patch(fused, attention=False, linear=False)
     if kind.startswith("warpsmith"):
         model = ours_in(model)
     with patch(model, attention=False, linear=kind != "linear=False") as done:
         assert not done.kept and not torch.is_tensor(model(TOKENS, labels=TOKENS).logits)
-        assert_close(gradients(model), expected)
+        assert_close(loss_and_gradients(model), expected)
         if family != "gpt2":
             x = torch.randn(1, 12, 64, requires_grad=True) * 1
             rotary = model.model.rotary_emb(x, torch.arange(12)[None])
@@ -165,7 +158,7 @@ class Two(nn.Module):
 def test_a_model_that_holds_one_of_transformers(way):
     torch.manual_seed(0)
     model = Two()
-    expected = gradients(model)
+    expected = loss_and_gradients(model)
     target = model if way == "plain" else torch.compile(model.body, backend="aot_eager")
     with warpsmith.patch(target) as done:
         assert not done.kept and done.replaced.keys() == ALL | (
@@ -173,7 +166,7 @@ def test_a_model_that_holds_one_of_transformers(way):
         )
         if way == "compiled":
             model.body = target
-        found = {n.replace("_orig_mod.", ""): t for n, t in gradients(model).items()}
+        found = {n.replace("_orig_mod.", ""): t for n, t in loss_and_gradients(model).items()}
         assert_close(found, expected)
     assert not is_patched(model)
     torch._dynamo.reset()
@@ -190,9 +183,9 @@ def test_adapters_stay(after):
     model.lm_head = Lora(model.lm_head)
     done = done or patch(model)
     assert done.kept == ({"LlamaForCausalLM": "its lm_head is a Lora and not a torch.nn.Linear"} if after else {})
-    found = gradients(model)
+    found = loss_and_gradients(model)
     done.undo()
-    assert_close(found, gradients(model))
+    assert_close(found, loss_and_gradients(model))
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -205,10 +198,10 @@ def test_adapters_of_peft(after):
     model = peft.get_peft_model(model, config)
     done = done or warpsmith.patch(model)
     assert done.replaced.keys() == ALL and not done.kept and sum(type(m).__name__ == "Linear" for m in model.modules())
-    found = gradients(model)
+    found = loss_and_gradients(model)
     assert all("lora_" in name for name in found if name != "loss")
     done.undo()
-    assert_close(found, gradients(model))
+    assert_close(found, loss_and_gradients(model))
 
 
 def test_a_subclass_with_a_forward_of_its_own():
@@ -224,11 +217,11 @@ def test_a_subclass_with_a_forward_of_its_own():
     config = small_model("llama").config
     for cls in (Same, Reads):
         model = cls(config).train()
-        expected = gradients(model)
+        expected = loss_and_gradients(model)
         with patch(model) as done:
             why = {"Reads": "it is a LlamaForCausalLM with a forward of its own"} if cls is Reads else {}
             assert done.kept == why and ("Same" in done.replaced) == (cls is Same)
-            assert_close(gradients(model), expected)
+            assert_close(loss_and_gradients(model), expected)
 
 
 @multirank(2, timeout_s=200)
@@ -239,7 +232,7 @@ def test_under_fsdp2(rank, world_size, after):
 
     mesh = init_device_mesh("cpu", (2,))
     model = small_model("llama", "sdpa")
-    expected = gradients(copy.deepcopy(model))
+    expected = loss_and_gradients(copy.deepcopy(model))
     done = None if after else patch(model)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -248,7 +241,7 @@ def test_under_fsdp2(rank, world_size, after):
     assert len(done.replaced) == len(ALL) and not done.kept, done
     out = model(TOKENS, labels=TOKENS)
     assert not torch.is_tensor(out.logits)
-    found = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in gradients(model).items()}
+    found = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in loss_and_gradients(model).items()}
     assert_close(found, expected)
     done.undo()
     assert not is_patched(model) and torch.is_tensor(model(TOKENS, labels=TOKENS).logits)

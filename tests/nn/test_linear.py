@@ -48,17 +48,23 @@ def test_mlp_is_two_layers_of_torchs(activation):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_gated_mlp_is_three_layers_of_torchs(activation, bias):
-    ours, known = (warpsmith.nn.GatedMLP(8, 24, bias, activation=activation) for _ in range(2))
-    known.load_state_dict(ours.state_dict())
-    gate = known.gate_proj(X)
+@pytest.mark.parametrize("inplace", [True, False])
+def test_gated_mlp_is_three_layers_of_torchs(activation, bias, inplace):
+    """By the names that Llama's have in transformers."""
+    ours = warpsmith.nn.GatedMLP(8, 24, bias, activation=activation, inplace_backward=inplace)
+    layers = {"gate_proj": (8, 24), "up_proj": (8, 24), "down_proj": (24, 8)}
+    theirs = torch.nn.ModuleDict({name: torch.nn.Linear(*sizes, bias) for name, sizes in layers.items()})
+    theirs.load_state_dict(ours.state_dict())
+    one, two = (X.clone().requires_grad_() for _ in range(2))
+    gate = theirs["gate_proj"](two)
     f = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
-    expected = known.down_proj(f * known.up_proj(X)) + X
-    torch.testing.assert_close(ours(X, X), expected)
-    ours(X, X).square().sum().backward()
+    expected = theirs["down_proj"](f * theirs["up_proj"](two)) + X
+    torch.testing.assert_close(ours(one, X), expected)
+    ours(one, X).square().sum().backward()
     expected.square().sum().backward()
-    for a, b in zip(ours.parameters(), known.parameters(), strict=True):
+    for a, b in zip((one, *ours.parameters()), (two, *theirs.parameters()), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+    assert f"inplace_backward={inplace}" in repr(ours)
 
 
 class Adapted(torch.nn.Module):
@@ -202,9 +208,9 @@ def test_main_grad_of_a_layer():
 
 
 def test_autocast_casts_as_torchs_layer():
-    layer, mlp = warpsmith.nn.Linear(8, 12, activation="gelu"), warpsmith.nn.MLP(8, 24)
+    layer, mlps = warpsmith.nn.Linear(8, 12, activation="gelu"), [warpsmith.nn.MLP(8, 24), warpsmith.nn.GatedMLP(8, 24)]
     with torch.autocast("cpu", torch.bfloat16):
-        assert layer(X).dtype == mlp(X).dtype == torch.bfloat16
+        assert {m(X).dtype for m in (layer, *mlps)} == {torch.bfloat16}
     layer(X).sum().backward()
     assert layer.weight.grad.dtype == torch.float32
 

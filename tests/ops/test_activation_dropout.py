@@ -113,19 +113,6 @@ def test_dropped_infinities_are_gone():
     assert set(y.tolist()) == {1.0, torch.inf}
 
 
-def test_activation_checkpointing_repeats_the_mask():
-    x = torch.randn(40, 50, requires_grad=True)
-
-    def block(x):
-        return warpsmith.dropout_add(x.sin(), x, 0.5)
-
-    torch.manual_seed(3)
-    (expected,) = torch.autograd.grad(block(x).sum(), x)
-    torch.manual_seed(3)
-    y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-    assert bitwise_equal(torch.autograd.grad(y.sum(), x)[0], expected)
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_code_draws_masks_and_keeps_them_for_backward(backend):
     torch._dynamo.reset()

@@ -5,6 +5,7 @@ for none of it, and it does not matter of which device and dtype torch makes ten
 import contextlib
 import inspect
 import math
+from functools import partial
 from itertools import combinations, product
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 import warpsmith
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 from warpsmith import reference
+from warpsmith.testing import bitwise_equal
 from warpsmith.train import sync_audit
 
 from tests.dispatched import Beside, Dispatched, other_defaults
@@ -271,3 +274,53 @@ def test_a_backward_makes_no_gradient_that_nobody_wants(name):
         with Dispatched() as ops:
             grad = torch.autograd.grad(made, leaf, [torch.ones_like(t) for t in made])[0]
         assert [t.shape for t in ops.made if t.data_ptr() != grad.data_ptr()] == [], key
+
+
+IN_EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+WITH_GRADIENTS = pytest.mark.parametrize("name", [n for n in NAMES if n not in (*NOT_DIFFERENTIABLE, *OF_8_BITS)])
+
+
+def learning_calls(name: str, dtype: torch.dtype):
+    """(arguments, tensors with a gradient) of calls in a dtype; losses also row by row."""
+    base = tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.dtype == torch.float64 else t, base_of(name))
+    leaves = [t.requires_grad_() for t in floating_of(base).values()]
+    yield base, leaves
+    if "reduction" in inspect.signature(function_of(name)).parameters:
+        yield base | {"reduction": "none"}, leaves
+
+
+def total(made) -> Tensor:
+    return 3 * sum(t.float().square().sum() for t in tree_leaves(made) if isinstance(t, Tensor) and t.requires_grad)
+
+
+@IN_EACH_DTYPE
+@WITH_GRADIENTS
+def test_graphs_can_be_walked_twice(name, dtype):
+    """With the same bits, which a later walk leaves as they are."""
+    for given, leaves in learning_calls(name, dtype):
+        loss = total(function_of(name)(**given))
+        walks, copies = [], []
+        for again in (True, True, False):
+            grads = torch.autograd.grad(loss, leaves, retain_graph=again, allow_unused=True)
+            walks.append([t for t in grads if t is not None])
+            copies.append([t.clone() for t in walks[-1]])
+        for found in (*walks[:2], *copies[1:], walks[2]):
+            assert all(map(bitwise_equal, found, copies[0]))
+
+
+@IN_EACH_DTYPE
+@WITH_GRADIENTS
+def test_checkpoints_and_offloaded_tensors_change_no_bit(name, dtype):
+    """Nor which elements are dropped."""
+    for given, leaves in learning_calls(name, dtype):
+        call, results = partial(function_of(name), **given | ({"seed": None} if "seed" in given else {})), []
+
+        def offloaded(call=call):
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+                return call()
+
+        for way in (call, partial(checkpoint, call, use_reentrant=False), offloaded):
+            torch.manual_seed(0)
+            results.append(torch.autograd.grad(total(way()), leaves, allow_unused=True))
+        for found in results[1:]:
+            assert all(a is b is None or bitwise_equal(a, b) for a, b in zip(results[0], found, strict=True))

@@ -20,19 +20,6 @@ def test_every_group_is_one_of_torchs_fused_step():
     assert [(g["foreach"], g["fused"]) for g in optimizer.state_dict()["param_groups"]] == [(None, True)] * 2
 
 
-@pytest.mark.parametrize("place", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_default_device_is_of_no_concern(place):
-    params, elsewhere = make_params(), make_params()
-    a, b = warpsmith.optim.AdamW(params, lr=1e-2), warpsmith.optim.AdamW(elsewhere, lr=1e-2)
-    run(a, params, 2)
-    for i in range(2):
-        set_grads(elsewhere, i)
-        with torch.device(place):
-            b.step()
-    assert_same_bits(params, elsewhere)
-    assert_same_bits(states_of(a, params), states_of(b, elsewhere))
-
-
 def test_loads_steps_that_are_python_numbers():
     params = make_params()
     a = warpsmith.optim.AdamW(params)

@@ -1,5 +1,5 @@
 // The elementary functions of CPU kernels and of device code against the standard library in double precision, and the
-// lanes of the dropout mask against known answers.
+// lanes of the dropout mask by the vector against those one by one.
 #include <utility>
 
 #include "common/dropout.h"
@@ -163,25 +163,6 @@ TEST(fast_division_is_division) {
     }
     for (int64_t n : dividends) expect_equal("quotient", divide.quotient(n), n / divisor);
   }
-}
-
-// Philox's known answer for a counter and a key of zeros, 6627e8d5 e169c58d bc57ac4c 9b00dbd8 (Random123, kat_vectors),
-// as lanes: low halves first.
-TEST(dropout_lanes_are_halves_of_philox_words) {
-  const PhiloxCounter lanes = dropout_lanes(0, 0, 0);
-  const uint32_t expected[kDropoutLanes] = {0xe8d5, 0x6627, 0xc58d, 0xe169, 0xac4c, 0xbc57, 0xdbd8, 0x9b00};
-  for (int lane = 0; lane < kDropoutLanes; ++lane) {
-    expect(dropout_keeps(lanes, lane, expected[lane]), "a lane at the threshold is kept");
-    expect(!dropout_keeps(lanes, lane, expected[lane] + 1), "a lane below the threshold is dropped");
-  }
-}
-
-// The known answer for the counter 243f6a88 85a308d3 13198a2e 03707344 and the key a4093822 299f31d0: the call is the
-// low half of the counter and the offset the high one.
-TEST(dropout_counter_is_call_then_offset) {
-  const PhiloxCounter lanes = dropout_lanes(0x299f31d0a4093822u, 0x0370734413198a2eu, 0x85a308d3243f6a88u);
-  const uint32_t expected[4] = {0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u};
-  for (int i = 0; i < 4; ++i) expect_equal("word", lanes.word[i], expected[i]);
 }
 
 TEST(dropout_lanes_by_the_vector) {

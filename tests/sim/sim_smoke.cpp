@@ -1,9 +1,10 @@
-// The smallest proof that a kernel runs on the host: vector access, a block reduction, an asynchronous copy, launch
-// errors.
+// The smallest proof that a kernel runs on the host: vector access, a block reduction, an asynchronous copy, errors of
+// launches and tensor maps.
 #include "device/async_copy.h"
 #include "device/launch.h"
 #include "device/programmatic_launch.h"
 #include "device/reduce.h"
+#include "device/tensor_map.h"
 #include "device/vector.h"
 #include "harness.h"
 
@@ -132,6 +133,24 @@ TEST(launches_the_driver_refuses) {
   refused([](LaunchConfig& c) { c.dynamic_shared_bytes = 227 * 1024 + 1; }, "cudaErrorInvalidValue");
   refused([](LaunchConfig& c) { c.grid.x = 132 * 16 + 1, c.cooperative = true; }, "cudaErrorCooperativeLaunchTooLarge");
   refused([](LaunchConfig& c) { c.dynamic_shared_bytes = 227 * 1024; }, "bytes of static and dynamic shared memory");
+}
+
+TEST(tensor_maps_the_driver_refuses) {
+  Buffer<float> x(64);
+  const auto refused = [&](auto change, const char* part) {
+    TensorMapSpec spec{
+        .base = x.data(), .dtype = Dtype::float32, .rank = 2, .sizes = {8, 8}, .strides_bytes = {0, 32}, .box = {8, 4}};
+    change(spec);
+    TensorMap map;
+    expect_refused(make_tensor_map(map, spec), part);
+  };
+  refused([](auto& s) { s.rank = 6; }, "rank must be 1 to 5");
+  refused([&](auto& s) { s.base = x.data() + 1; }, "base address");
+  refused([](auto& s) { s.strides_bytes[1] = 36; }, "strides_bytes[1]");
+  refused([](auto& s) { s.box[1] = 257; }, "box[1]");
+  refused([](auto& s) { s.box[0] = 3; }, "multiple of 16 bytes");
+  refused([](auto& s) { s.swizzle = device::Swizzle::bytes128; }, "swizzle's span");
+  refused([](auto& s) { s.sizes[0] = 0; }, "sizes[0]");
 }
 
 }  // namespace

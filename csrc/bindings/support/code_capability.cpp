@@ -17,11 +17,7 @@ int64_t code_capability_of(int64_t device) {
   return capability;
 }
 
-WARPSMITH_SCHEMAS(m) { m.def("_code_capability(int device) -> int"); }
-
-STABLE_TORCH_LIBRARY_IMPL(warpsmith, CompositeExplicitAutograd, m) {
-  m.impl("_code_capability", TORCH_BOX(&code_capability_of));
-}
+WARPSMITH_HOST_OPS(m) { m.add("_code_capability(int device) -> int", TORCH_BOX(&code_capability_of)); }
 
 }  // namespace
 }  // namespace warpsmith

@@ -46,16 +46,12 @@ std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> cublas_lt_choice(int64_t
   return {-1, 0, 0, 0, 0};
 }
 
-WARPSMITH_SCHEMAS(m) {
-  m.def("_cublas_lt_version() -> int");
-  m.def(
+WARPSMITH_HOST_OPS(m) {
+  m.add("_cublas_lt_version() -> int", TORCH_BOX(&cublas_lt_version));
+  m.add(
       "_cublas_lt_choice(int device, int rows, int in_features, int out_features) -> (int algorithm, int tile, int "
-      "stages, int split_k, int workspace_bytes)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(warpsmith, CompositeExplicitAutograd, m) {
-  m.impl("_cublas_lt_version", TORCH_BOX(&cublas_lt_version));
-  m.impl("_cublas_lt_choice", TORCH_BOX(&cublas_lt_choice));
+      "stages, int split_k, int workspace_bytes)",
+      TORCH_BOX(&cublas_lt_choice));
 }
 
 }  // namespace

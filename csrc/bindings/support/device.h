@@ -48,6 +48,34 @@ template <class Cuda, class Cpu> void run_on(const char* op, const Tensor& t, Cu
   raise_if_failed(op, cpu(torch_threads()));
 }
 
+// Runs a kernel that needs nothing but its arguments. Builds without CUDA do not refer to that of the GPU.
+template <auto cuda, auto cpu, class... Arguments>
+void run_on(const char* op, const Tensor& t, const Arguments&... arguments) {
+  run_on(
+      op, t, [&]([[maybe_unused]] void* stream) { return cuda(arguments..., stream); },
+      [&](const Parallel& threads) { return cpu(arguments..., threads); });
+}
+
+// Runs a kernel that adds up partial sums: `allocate` is told first how many rows of them it wants. The kernel is given
+// `before` and `p`.
+template <class Params, Status (*rows_cuda)(const Params&, int64_t*), auto cuda, auto cpu, class Allocate,
+          class... Before>
+void run_with_partials(const char* op, const Tensor& t, const Params& p, int64_t rows_cpu, Allocate&& allocate,
+                       const Before&... before) {
+  run_on(
+      op, t,
+      [&]([[maybe_unused]] void* stream) {
+        int64_t rows = 0;
+        WARPSMITH_RETURN_IF_FAILED(rows_cuda(p, &rows));
+        allocate(rows);
+        return cuda(before..., p, stream);
+      },
+      [&](const Parallel& threads) {
+        allocate(rows_cpu);
+        return cpu(before..., p, threads);
+      });
+}
+
 #ifdef WARPSMITH_CUDA
 // Makes the device of a CUDA tensor current.
 class OnDeviceOf {

@@ -203,9 +203,7 @@ inline void activate(const char* op, LinearActivation activation, const Tensor& 
   const ActivationKernels& f = kernels_of(activation);
   const BiasedFwdParams p{
       z.const_data_ptr(), nullptr, y.mutable_data_ptr(), z.size(0), z.size(1), z.stride(0), f.tanh, dtype, dtype};
-  run_on(
-      op, y, [&](void* stream) { return biased_forward_cuda(f.biased, p, stream); },
-      [&](const Parallel& threads) { return biased_forward_cpu(f.biased, p, threads); });
+  run_on<biased_forward_cuda, biased_forward_cpu>(op, y, f.biased, p);
 }
 
 // y += residual
@@ -220,9 +218,7 @@ inline void add_residual(const char* op, const Tensor& y, const Tensor& residual
                               y.stride(0),
                               residual.stride(0),
                               dtype};
-  run_on(
-      op, y, [&](void* stream) { return dropout_add_forward_cuda(p, stream); },
-      [&](const Parallel& threads) { return dropout_add_forward_cpu(p, threads); });
+  run_on<dropout_add_forward_cuda, dropout_add_forward_cpu>(op, y, p);
 }
 
 // z = x @ weight^T + bias and y = f(z); without z it is not kept, and without an activation y is z. One product where

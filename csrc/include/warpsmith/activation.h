@@ -8,8 +8,6 @@
 #include "warpsmith/op.h"
 
 // Activations with gradients: a function for each row of detail/activation_ops.h, and dropout_add.
-//
-// Bad input throws an error that names op, argument, what was expected and what was given.
 namespace warpsmith {
 namespace detail {
 

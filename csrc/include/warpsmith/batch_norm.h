@@ -4,8 +4,6 @@
 #include "warpsmith/op.h"
 
 // Batch norm with gradients, behind it a residual and ReLU.
-//
-// Bad input throws an error that names op, argument, what was expected and what was given.
 namespace warpsmith {
 
 struct BatchNormOptions {

@@ -41,8 +41,6 @@ inline variable_list cross_entropy_gradients(const Op& op, Backward& b) {
 //
 // The loss is float32 (float64 for float64 logits), whatever the dtype of the logits. class_weight: (V,), float32
 // (float64), without gradient. Sums have a fixed order: equal inputs give equal bits.
-//
-// Bad input throws an error that names op, argument, what was expected and what was given.
 inline at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target,
                                 const std::optional<at::Tensor>& class_weight = std::nullopt,
                                 const CrossEntropyOptions& options = {}) {

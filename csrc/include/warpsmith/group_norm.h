@@ -4,8 +4,6 @@
 #include "warpsmith/op.h"
 
 // Group norm with gradients, behind it SiLU.
-//
-// Bad input throws an error that names op, argument, what was expected and what was given.
 namespace warpsmith {
 
 // y = (x - mean) / sqrt(var + eps) * weight + bias, and with `silu` y * sigmoid(y), for x (N, C) or (N, C, ...), best

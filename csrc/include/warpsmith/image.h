@@ -5,8 +5,6 @@
 #include "warpsmith/op.h"
 
 // Images on their way into a model.
-//
-// Bad input throws an error that names op, argument, what was expected and what was given.
 namespace warpsmith {
 
 struct NormalizeImageOptions {

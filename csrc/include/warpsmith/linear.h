@@ -10,8 +10,6 @@
 //
 // x: (..., K), float32, float16, bfloat16, or float64 on the CPU; any strides. Weights: (N, K), the dtype of x; they
 // may lie transposed, and their gradients then do. Biases: (N,), the dtype of x, or float32 beside a 16-bit x.
-//
-// Bad input throws an error that names op, argument, what was expected and what was given.
 namespace warpsmith {
 
 // By their numbers in the schemas.

@@ -78,8 +78,6 @@ inline variable_list linear_log_prob_gradients(const Op& op, Backward& b) {
 //
 // hidden: (..., H), float32, float16, bfloat16, or float64 on the CPU. weight: (V, H), target: (...), int64 classes or
 // ignore_index, bias: (V,); weight and bias in the dtype of hidden.
-//
-// Bad input throws an error that names op, argument, what was expected and what was given.
 inline at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
                                        const std::optional<at::Tensor>& bias = std::nullopt,
                                        const LinearCrossEntropyOptions& options = {}) {
@@ -108,8 +106,6 @@ inline at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tenso
 // hidden: (..., H), float32, float16, bfloat16, or float64 on the CPU. weight: (V, H), target: (...), int64 classes,
 // bias: (V,); weight and bias in the dtype of hidden. A target that is not a class is refused on the CPU, and gives NaN
 // on CUDA.
-//
-// Bad input throws an error that names op, argument, what was expected and what was given.
 inline std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_log_prob(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
     const std::optional<at::Tensor>& bias = std::nullopt, const LinearLogProbOptions& options = {}) {

@@ -5,8 +5,6 @@
 #include "warpsmith/op.h"
 
 // The norms with gradients, one function per row of kernels/norm/norm_ops.h.
-//
-// Bad input throws an error that names op, argument, what was expected and what was given.
 namespace warpsmith {
 namespace detail {
 

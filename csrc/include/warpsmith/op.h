@@ -19,6 +19,8 @@
 
 // How the public functions call the raw ops of the library, and how a raw op and its backward become one
 // differentiable function: by the names in their schemas.
+//
+// Bad input to a public function throws an error that names op, argument, what was expected and what was given.
 namespace warpsmith::detail {
 
 using OptionalTensor = std::optional<at::Tensor>;

@@ -7,8 +7,6 @@
 #include "warpsmith/op.h"
 
 // Casts to 8-bit floats with scales, and back. Not differentiable: the results require no gradient.
-//
-// Bad input throws an error that names op, argument, what was expected and what was given.
 namespace warpsmith {
 
 // What has a scale of its own. By their numbers in the schemas.

@@ -6,8 +6,6 @@
 #include "warpsmith/op.h"
 
 // Rotary position embedding with gradients: rope and qk_norm_rope.
-//
-// Bad input throws an error that names op, argument, what was expected and what was given.
 namespace warpsmith {
 
 struct RopeOptions {

@@ -5,8 +5,7 @@
 namespace warpsmith {
 
 // softmax and log_softmax over the last dimension, with their gradient. x: (..., C), float32, float16, bfloat16, or
-// float64 on the CPU. wide: the result of a 16-bit x is float32. Bad input throws an error that names op, argument,
-// what was expected and what was given.
+// float64 on the CPU. wide: the result of a 16-bit x is float32.
 #define WARPSMITH_ROW(op, log)                                   \
   inline at::Tensor op(const at::Tensor& x, bool wide = false) { \
     static const detail::Op raw({.name = #op});                  \

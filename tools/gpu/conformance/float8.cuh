@@ -3,10 +3,9 @@
 
 #include "conformance.h"
 #include "device/float8.h"
-#include "device/mma.h"
 #include "float8_product.cuh"
 
-// 8-bit floats: conversions, mma and wgmma. Products are of small integers, exact in any order and with the few bits
+// 8-bit floats: conversions and wgmma. Products are of small integers, exact in any order and with the few bits
 // that the tensor cores keep.
 namespace warpsmith::conformance {
 
@@ -37,10 +36,6 @@ template <class T> __global__ void pack_float8(const float* x, uint32_t* y) {
   const auto at = [&](int i) { return x[(threadIdx.x + i) % kFloat8Count]; };
   y[threadIdx.x] = device::pack<T>(at(0), at(1), at(2), at(3));
 }
-template <class T> __global__ void round_float8_randomly(const float* x, const uint32_t* bits, T* y) {
-  y[threadIdx.x] = device::round_stochastic<T>(x[threadIdx.x], bits[threadIdx.x]);
-}
-
 template <class T> void widen_float8_case(Inputs&, Output& out) {
   Array<T> x(kFloat8Count);
   Array<float> y(kFloat8Count);
@@ -62,46 +57,11 @@ template <class T> void pack_float8_case(Inputs& in, Output& out) {
   out.check(launch(pack_float8<T>, {.block = kFloat8Count}, nullptr, x.upload(), y.upload()));
   out.add(y);
 }
-template <class T> void stochastic_float8_case(Inputs& in, Output& out) {
-  Array<float> x(kFloat8Count);
-  Array<uint32_t> bits(kFloat8Count);
-  Array<T> y(kFloat8Count);
-  for (float& v : x.host) v = float8_edge(in);
-  for (uint32_t& v : bits.host) v = static_cast<uint32_t>(in.bits());
-  out.check(launch(round_float8_randomly<T>, {.block = kFloat8Count}, nullptr, x.upload(), bits.upload(), y.upload()));
-  out.add(y);
-}
-
 // -4 to 4 in either format.
 template <class T> uint8_t small_float8(int v) {
   const uint8_t sign = v < 0 ? 0x80 : 0;
   constexpr uint8_t kE4m3[] = {0, 0x38, 0x40, 0x44, 0x48}, kE5m2[] = {0, 0x3c, 0x40, 0x42, 0x44};
   return sign | (std::is_same_v<T, float8_e4m3> ? kE4m3 : kE5m2)[v < 0 ? -v : v];
-}
-
-template <class A, class B> __global__ void multiply_fragments(const uint32_t* a, const uint32_t* b, float* d) {
-  const int t = threadIdx.x;
-  uint32_t fa[4], fb[2];
-  float acc[4];
-  for (int i = 0; i < 4; ++i) fa[i] = a[t * 4 + i];
-  for (int i = 0; i < 2; ++i) fb[i] = b[t * 2 + i];
-  for (int i = 0; i < 4; ++i) acc[i] = d[t * 4 + i];
-  device::mma_m16n8k32<A, B>(acc, fa, fb);
-  for (int i = 0; i < 4; ++i) d[t * 4 + i] = acc[i];
-}
-template <class A, class B> void mma_float8_case(Inputs& in, Output& out) {
-  Array<uint32_t> a(128), b(64);
-  Array<float> d(128);
-  const auto four = [&]<class T>(T) {
-    uint32_t u = 0;
-    for (int i = 0; i < 4; ++i) u = u << 8 | small_float8<T>(in.integer(-4, 4));
-    return u;
-  };
-  for (uint32_t& v : a.host) v = four(A{});
-  for (uint32_t& v : b.host) v = four(B{});
-  for (float& v : d.host) v = static_cast<float>(in.integer(-8, 8));
-  out.check(launch(multiply_fragments<A, B>, {.block = 32}, nullptr, a.upload(), b.upload(), d.upload()));
-  out.add(d);
 }
 
 template <class A, class B, int N, Swizzle kSwizzle, bool ARegisters>
@@ -126,12 +86,6 @@ EXACT("from_float.float8_e4m3", 200, narrow_float8_case<e4m3>);
 EXACT("from_float.float8_e5m2", 200, narrow_float8_case<e5m2>);
 EXACT("pack.float8_e4m3", 60, pack_float8_case<e4m3>);
 EXACT("pack.float8_e5m2", 60, pack_float8_case<e5m2>);
-EXACT("round_stochastic.float8_e4m3", 100, stochastic_float8_case<e4m3>);
-EXACT("round_stochastic.float8_e5m2", 100, stochastic_float8_case<e5m2>);
-EXACT("mma.float8_e4m3.e4m3", 60, (mma_float8_case<e4m3, e4m3>));
-EXACT("mma.float8_e4m3.e5m2", 60, (mma_float8_case<e4m3, e5m2>));
-EXACT("mma.float8_e5m2.e4m3", 60, (mma_float8_case<e5m2, e4m3>));
-EXACT("mma.float8_e5m2.e5m2", 60, (mma_float8_case<e5m2, e5m2>));
 EXACT("wgmma.float8_e4m3.e4m3.64.swizzle128", 40, (float8_product_case<e4m3, e4m3, 64, Swizzle::bytes128, false>));
 EXACT("wgmma.float8_e4m3.e5m2.64.swizzle64", 40, (float8_product_case<e4m3, e5m2, 64, Swizzle::bytes64, false>));
 EXACT("wgmma.float8_e5m2.e4m3.64.swizzle32", 40, (float8_product_case<e5m2, e4m3, 64, Swizzle::bytes32, false>));

@@ -4,8 +4,7 @@
 #include "device/wgmma.h"
 
 // One product of 8-bit floats through wgmma: d[64 x N] = a[64 x 128] b[N x 128]^T with K-major operand tiles in any
-// swizzle, or a in registers, in two groups of two instructions. The kernel of the conformance cases and of
-// tests/sim/sim_float8.cpp.
+// swizzle, or a in registers, in two groups of two instructions. The kernel of the conformance cases.
 namespace warpsmith::float8_product {
 
 using device::Swizzle;

@@ -4,8 +4,7 @@
 #include "device/wgmma.h"
 
 // One product through wgmma in every form: d[64 x N] = a[64 x 64] b[N x 64]^T with operand tiles in any major and
-// swizzle, or a in registers, in two groups of two instructions. The kernel of the conformance cases and of
-// tests/sim/sim_wgmma.cpp.
+// swizzle, or a in registers, in two groups of two instructions. The kernel of the conformance cases.
 namespace warpsmith::wgmma_product {
 
 using device::Major;
