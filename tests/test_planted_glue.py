@@ -68,6 +68,8 @@ BUGS = (
         "nn/test_functional.py -k old_arguments"),
     Bug("ranks are clipped by the norm that is usual", "amp/_gradients.py",
         "of_scaled(p, scale)", "of_scaled(2.0, scale)", "amp/test_ranks.py -k every_way"),
+    Bug("eps of Nesterov's momentum is that of the buffer", "optim/muon.py",
+        "            eps /= momentum\n", "            pass\n", "optim/test_muon.py -k beside_torchs"),
     Bug("a used scaler keeps its tracker of overflows", "amp/grad_scaler.py",
         "self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)", "pass", "train/test_load_into_used.py"),
     Bug("a fake gradient lies as another weight does", "ops/_linear.py",
