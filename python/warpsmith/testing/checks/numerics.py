@@ -240,7 +240,7 @@ def check_gradcheck(spec: OpSpec) -> None:
         if spec.double_backward:
             good = torch.autograd.gradgradcheck(call, tensors, rtol=RTOL, atol=ATOL)
             assert good, f"{spec.name} {case}: gradgradcheck"
-            # It would not see a formula that is the derivative of another function: gradients in a graph are the others.
+            # gradgradcheck compares that formula with itself: its value must be the gradient without a graph.
             y = [t for t in call(*tensors) if t.is_floating_point()]
             dy = [torch.rand_like(t) - 0.3 for t in y]
             plain, in_graph = (
