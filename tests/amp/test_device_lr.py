@@ -1,5 +1,6 @@
 """warpsmith.amp.DeviceLR and schedules beside torch's LambdaLR and transformers' schedules."""
 
+import inspect
 import math
 
 import pytest
@@ -38,6 +39,19 @@ def test_the_formulas_are_those_of_transformers():
     for t in range(21):
         assert math.isclose(schedules.cosine(20, 3)(t), cosine(t), abs_tol=1e-15)
     assert FACTORS["cosine"](20) == FACTORS["cosine"](40) == 0.1
+
+
+ENDING = {n: f for n in FACTORS if "final" in inspect.signature(f := getattr(schedules, n)).parameters}
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("name", ENDING)
+def test_every_schedule_with_an_end_goes_down_to_it(name, warmup):
+    more = {"decay_steps": 5} if name == "wsd" else {}
+    factors = [ENDING[name](20, warmup_steps=warmup, final=0.25, **more)(t) for t in range(warmup, 25)]
+    whole = [ENDING[name](20, warmup_steps=warmup, **more)(t) for t in range(warmup, 25)]
+    assert factors == pytest.approx([0.25 + 0.75 * f for f in whole], abs=1e-15)
+    assert len(ENDING) == 3
 
 
 @pytest.mark.parametrize("name", FACTORS)

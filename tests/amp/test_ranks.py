@@ -1,5 +1,6 @@
 """warpsmith.amp.GradScaler on DTensors: all ranks decide alike, whichever has the bad value."""
 
+import itertools
 import math
 import warnings
 
@@ -107,3 +108,31 @@ def test_a_sharded_optimizer_clips_by_the_norm_of_all_ranks(rank, world_size, st
     good = [0, 1, 3, 4]
     assert_close([norms[i] for i in good], [others[i] for i in good], rtol=1e-5, atol=0)
     assert_close([*ours.parameters()], [*theirs.parameters()], rtol=1e-5, atol=1e-6)
+
+
+@multirank(2, timeout_s=300)
+def test_every_way_to_clip_takes_the_order_of_the_norm(rank, world_size):
+    """One rank has the only fragment. ``None``: no scaler."""
+    gradient, kinds = torch.tensor([3.0, -4.0, 12.0]), (warpsmith.amp.GradScaler, warpsmith.amp.StepGuard)
+    scalers = [None, *(kind("cpu", enabled=on) for kind in kinds for on in (True, False))]
+    makes = [lambda p: warpsmith.distributed.ShardedOptimizer(p, warpsmith.optim.SGD, lr=1.0)]
+    makes += [lambda p, kind=kind: kind(p, lr=1.0) for kind in (warpsmith.optim.SGD, torch.optim.SGD)]
+    for make, scaler in itertools.product(makes, scalers):
+        p = nn.Parameter(torch.zeros(3))
+        optimizer = make([p])
+        for order, norm in ((1, 19.0), (2, 13.0), (math.inf, 12.0)):
+            before = p.detach().clone()
+            loss = (p * gradient).sum()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is not None:
+                found = scaler.clip_(optimizer, 1.0, order)
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                own = getattr(optimizer, "clip_grad_norm_", None)
+                found = warpsmith.optim.clip_grad_norm_([p], 1.0, order) if own is None else own(1.0, order)
+                optimizer.step()
+            optimizer.zero_grad()
+            case = f"{type(optimizer).__name__}, {type(scaler).__name__}, {order}"
+            assert_close(found, torch.tensor(norm), msg=lambda m, case=case: f"{case}: {m}")
+            assert_close(p.detach(), before - gradient / norm, msg=lambda m, case=case: f"{case}: {m}")

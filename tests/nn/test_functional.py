@@ -351,3 +351,12 @@ def test_numbers_that_torch_takes_are_torchs(argument):
         expected = calls[argument](theirs, **{argument: value})
         for found, like in zip(calls[argument](ours, **{argument: value}), expected, strict=True):
             torch.testing.assert_close(found, like)
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("old", [*itertools.product((None, True, False), repeat=2)], ids=str)
+def test_old_arguments_mean_what_they_mean_in_torch(old, reduction):
+    logits, target = torch.randn(5, 4), torch.tensor([0, 3, 2, -100, 1])
+    options = {**dict(zip(("size_average", "reduce"), old, strict=True)), "reduction": reduction}
+    torch.testing.assert_close(*(f.cross_entropy(logits, target, **options) for f in (ours, theirs)))

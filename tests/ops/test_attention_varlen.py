@@ -194,6 +194,22 @@ def test_compiled_for_any_lengths():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("dtype", "head_dim"), [(FP32, 64), (BF16, 64), (BF16, 256)])
+def test_empty_sequences_change_no_bit(dtype, head_dim, device):
+    """More of them than the block that counts the tiles of all has threads, and no multiple of its threads."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(33, 2, head_dim, device=device).to(dtype).requires_grad_() for _ in range(3)]
+
+    def results(*lengths):
+        cu = offsets(lengths).to(device)
+        out = warpsmith.attention_varlen(*leaves, cu, cu, 20, 20, causal=True)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    few, many = results(1, 20, 12), results(1, *(0,) * 597, 20, *(0,) * 99, 12)
+    assert all(map(bitwise_equal, few, many))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("head_dim", [16, 128, 192])
 @pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16])
 @pytest.mark.parametrize("rows", [slice(175, 190), slice(70, 100)], ids=["of no sequence", "of a sequence"])

@@ -87,6 +87,21 @@ def test_values_under_forward_mode_are_those_of_the_op(name):
     torch.testing.assert_close(found, op(*inputs))
 
 
+def dual(function):
+    with forward_ad.dual_level():
+        function(forward_ad.make_dual(X, X + 1))
+
+
+@pytest.mark.parametrize("way", [dual, lambda f: f(X.clone().requires_grad_())], ids=["forward mode", "graph"])
+def test_running_statistics_move_in_every_mode_alike(way):
+    """torch.func's transforms refuse what writes to a captured tensor."""
+    moved = []
+    for call in (way, lambda f: f(X)):
+        moved.append([torch.full((6,), 0.5, dtype=FP64) for _ in range(2)])
+        call(lambda x: warpsmith.batch_norm(x, *moved[-1], W, B, training=True, momentum=0.3))
+    torch.testing.assert_close(*moved)
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "dropout_add_rms_norm", "swiglu", "bias_gelu"])
 def test_jacobians_and_hessians(name):
     op, *inputs = CASES[name]

@@ -33,6 +33,24 @@ def test_in_place_writes_the_same_bits(interleaved, rotary_dim, device):
     assert k._version > versions[1]
 
 
+@pytest.mark.parametrize("device", ["cpu", *KERNELS] if not sim.is_loaded() else KERNELS)
+@pytest.mark.parametrize("op", ["rope", "qk_norm_rope"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_empty_sequences_change_no_bit(op, interleaved, device):
+    q, k, cos, sin = (t.to(device) for t in problem(BF16, dim=64))
+    weights = [torch.linspace(0.5, 1.5, 64, device=device).bfloat16()] * (2 if op == "qk_norm_rope" else 0)
+    leaves = [t.clone().requires_grad_() for t in (q[0], k[0], *weights)]
+    first, second = len(q[0]) // 2, len(q[0]) - len(q[0]) // 2
+
+    def results(*lengths):
+        cu = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        out = getattr(warpsmith, op)(*leaves, cos, sin, cu_seqlens=cu, interleaved=interleaved)
+        return *out, *torch.autograd.grad(sum(t.float().square().cos().sum() for t in out), leaves)
+
+    few, many = results(first, second), results(*(0,) * 300, first, *(0,) * 300, second, 0)
+    assert all(map(bitwise_equal, few, many))
+
+
 def fused_qkv(inplace):
     """The gradient of a projection's input, where rope takes views of the projection's output."""
     q, k, cos, sin = problem()

@@ -52,6 +52,7 @@ def exact_step(p, grad, buffer, lr=0.02, weight_decay=0.1, momentum=0.95, nester
         0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
     )
     given = {"coefficients": more.get("ns_coefficients", COEFFICIENTS), "steps": more.get("ns_steps", 5)}
+    given["eps"] = more.get("eps", 1e-7)
     return p.double() * (1 - lr * weight_decay) - lr * ratio * exact_update(u, **given), buffer
 
 
@@ -62,6 +63,8 @@ OPTIONS = [
     {"momentum": 0.0, "lr": 0.5},
     {"ns_steps": 2, "ns_coefficients": (2.0, -1.5, 0.5)},
     {"ns_steps": 0},
+    {"eps": 20.0, "momentum": 0.5, "ns_steps": 1},
+    {"eps": 20.0, "momentum": 0.5, "ns_steps": 1, "nesterov": False},
 ]
 
 

@@ -1,4 +1,5 @@
-"""A state loaded into a used object gives what it gives in a fresh one, for every class that loads a state."""
+"""A state loaded into a used object gives what it gives in a fresh one, for every class that loads a state, and every
+function."""
 
 import contextlib
 import copy
@@ -16,10 +17,15 @@ from tests.nn.test_no_copies import WIDTH, first_case
 ROOMS = ("optim", "amp", "train", "nn", "distributed")
 
 
-def public_classes():
+def loads(name, of):
+    return hasattr(of, "load_state_dict") if inspect.isclass(of) else name.startswith("load_")
+
+
+def public():
+    """Classes, and functions for what has no class of its own."""
     rooms = [importlib.import_module(f"warpsmith.{room}") for room in ROOMS]
     named = {name: getattr(room, name) for room in rooms for name in room.__all__}
-    return {name: c for name, c in named.items() if inspect.isclass(c) and hasattr(c, "load_state_dict")}
+    return {name: of for name, of in named.items() if loads(name, of)}
 
 
 class Training:
@@ -213,8 +219,46 @@ class Module(Alone):
         return [self.call(), dict(self.object.state_dict())]
 
 
+class Converted(Alone):
+    """A model of 8-bit layers with delayed scales. Each use ends in the middle of a step, of values larger than all; an
+    odd seed leaves out a layer."""
+
+    def __init__(self, **recipe):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 32))
+        recipe = warpsmith.amp.Fp8Recipe("tensor", amax="delayed", history=2, **recipe)
+        self.layers, self.object = warpsmith.amp.fp8(self.model, recipe), self
+
+    def backward(self, generator, seed=0, factor=1.0):
+        for layer in self.model[seed % 2 :]:
+            x = torch.randn(4, layer.in_features, generator=generator) * factor
+            layer(x).backward(torch.randn(4, layer.out_features, generator=generator) * factor)
+
+    def use(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(seed):
+            self.backward(generator, seed)
+            self.layers.update()
+        self.backward(generator, seed, 10.0)
+
+    def go_on(self):
+        generator, states = torch.Generator().manual_seed(99), []
+        for _ in range(3):
+            self.backward(generator)
+            self.layers.update()
+            states.append(copy.deepcopy(self.state_dict()))
+        return states
+
+    def state_dict(self):
+        return warpsmith.amp.fp8_state(self.model)
+
+    def load_state_dict(self, state):
+        warpsmith.amp.load_fp8_state(self.model, state)
+
+
 RUNS = {
     "EMA": [Averaged],
+    "load_fp8_state": [Converted, lambda: Converted(grad_dtype="e5m2", power_of_two=False)],
     "DeviceLR": [Scheduled],
     "ResumableSampler": [Sampled],
     "ShardedOptimizer": [Sharded, lambda: Sharded(amsgrad=True)],
@@ -261,11 +305,11 @@ def one_rank():
         yield
 
 
-@pytest.mark.parametrize("name", public_classes())
+@pytest.mark.parametrize("name", public())
 @pytest.mark.parametrize("seeds", [(1, 2), (2, 1), (3, 4), (0, 2)], ids=str)
 def test_load_into_used_is_load_into_fresh(name, seeds, one_rank):
     """The seeds say how the saved object was used, and how the one that loads it was."""
-    for make in runs_of(name, public_classes()[name]):
+    for make in runs_of(name, public()[name]):
         saved, fresh, used = make(), make(), make()
         saved.use(seeds[0])
         used.use(seeds[1])

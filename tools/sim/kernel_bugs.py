@@ -317,6 +317,9 @@ ATTENTION: tuple[tuple[str, str, tuple[tuple[str, str], ...], str, str], ...] = 
      (("device::bulk_commit();\n      @device::bulk_wait_read<0>();", ""),), EDGES, "grad_q: error"),
     ("unseen_keys_as_wide_as_q", "kernels/attention/backward_rows.cuh",
      (("p.dv_strides, @p.head_dim_v", "p.head_dim"),), LAW.format("error_law and dim_v_104"), "grad_v: error"),
+    ("last_sequences_of_many_left_out", "kernels/attention/scheduler.cuh",
+     (("share = @(sequences + kThreads - 1) / kThreads", "max(sequences / kThreads, 1)"),),
+     "tests/ops/test_attention_varlen.py -k 'sim- and empty_sequences'", "change_no_bit"),
 )  # fmt: skip
 # One tensor of several laid out by itself; gradients of some inputs alone.
 BINDINGS = (

@@ -219,6 +219,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         p, max_norm = norm_order(f"{_OP}.clip_", norm_type), largest_norm(f"{_OP}.clip_", max_norm)
         if not self._enabled:
+            if (of_all_ranks := getattr(optimizer, "clip_grad_norm_", None)) is not None:  # this one has a part of each
+                return of_all_ranks(max_norm, p)
             return clip_grad_norm_(all_params(optimizer.param_groups), max_norm, p)
         state = self._state_of(optimizer, "clip_")
         if state["stage"] is OptState.STEPPED or "grad_scale" in state:

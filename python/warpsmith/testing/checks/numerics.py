@@ -223,7 +223,8 @@ def _unexpected(actual: Tensor, exact: Tensor, plain: Tensor, bound: float, row_
 
 
 def check_gradcheck(spec: OpSpec) -> None:
-    """Numerical derivatives in float64 on the CPU agree, second ones too where they are claimed."""
+    """Numerical derivatives in float64 on the CPU agree, second ones too where they are claimed, whose graph gives the
+    first."""
     cases = spec.gradcheck_cases or [spec.smallest_case().but(dtype=torch.float64, dtypes={})]
     for case in cases:
         inputs = make_inputs(spec, case.but(dtype=torch.float64, dtypes={}))
@@ -239,6 +240,16 @@ def check_gradcheck(spec: OpSpec) -> None:
         if spec.double_backward:
             good = torch.autograd.gradgradcheck(call, tensors, rtol=RTOL, atol=ATOL)
             assert good, f"{spec.name} {case}: gradgradcheck"
+            # gradgradcheck compares that formula with itself: its value must be the gradient without a graph.
+            y = [t for t in call(*tensors) if t.is_floating_point()]
+            dy = [torch.rand_like(t) - 0.3 for t in y]
+            plain, in_graph = (
+                torch.autograd.grad(y, tensors, dy, retain_graph=True, create_graph=graph, allow_unused=True)
+                for graph in (False, True)
+            )
+            for name, a, b in zip(names, plain, in_graph, strict=True):
+                same = a is b or torch.allclose(a, b, rtol=RTOL, atol=ATOL)
+                assert same, f"{spec.name} {case}: the gradient of {name} under create_graph"
 
 
 def check_second_derivative_is_refused(spec: OpSpec, device: str = "cpu") -> None:
