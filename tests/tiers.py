@@ -51,6 +51,7 @@ GUESSES = {
     "tests/convergence/": 28.0,
     "tests/testing/": 25.0,
 }
+SANITIZED_GUESS_S = 150.0  # with the build
 DURATIONS = store.key("durations of groups of tests")
 LONGEST = 20
 SANITIZERS_S = 240  # of building and running, without --slow; what changed lately comes first
@@ -117,8 +118,9 @@ class Plan:
         return json.dumps(asdict(self))
 
     def expected(self, group: str) -> float:
-        guesses = (seconds for start, seconds in GUESSES.items() if group.startswith(start))
-        return self.seconds.get(group, next(guesses, 0.0))
+        starts = (seconds for start, seconds in GUESSES.items() if group.startswith(start))
+        guess = SANITIZED_GUESS_S if group.endswith((" asan", " tsan")) else next(starts, 0.0)
+        return self.seconds.get(group, guess)
 
     def longest_first(self, items: list[pytest.Item]) -> list[pytest.Item]:
         """In groups, the longest first: a long one that comes last leaves the other process idle. What is early and
