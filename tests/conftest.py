@@ -164,7 +164,7 @@ def pytest_terminal_summary(terminalreporter):
     tiers.print_times(terminalreporter, terminalreporter.config.stash[tiers.PLAN])
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's summary: what fails here is the last line but make's
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # behind pytest's summary, as the session's last line
 def pytest_sessionfinish(session):
     """A session that ran every sim test fails below the floor of coverage."""
     yield
