@@ -1,7 +1,8 @@
 """Products of 8-bit floats beside those of bfloat16 and torchao's, casts counted. A row's direction is the recipe.
 
     scaled_linear       a layer, forward and both gradients; its weight counts as changed before each call
-    scaled_linear_own   the forward product alone, of bytes that are there, by our Hopper kernels beside cuBLASLt's
+    scaled_linear_own   the forward product alone, of bytes that are there, by our Hopper kernels beside cuBLASLt's: one
+                        call from a cold cache, and 16 behind one another
     scaled_linear_host  the host's time of a call of a small layer, beside F.linear's
     llama_fp8           a step of the Llama of bench_train.py, patched, and with amp.fp8 behind that: by the clock, and
                         the GPU's time where the host is ahead; and both as one CUDA graph, "llama_fp8 captured"
@@ -204,7 +205,7 @@ def llama(device, options):
 
 OPS = {
     "scaled_linear": layers,
-    "scaled_linear_own": functools.partial(bench_linear.own, "scaled_linear_own", products_of),
+    "scaled_linear_own": functools.partial(bench_linear.own, "scaled_linear_own", products_of, counts=(1, 16)),
     "scaled_linear_host": functools.partial(
         bench_linear.host, "scaled_linear", functools.partial(warpsmith.scaled_linear, recipe="tensor")
     ),

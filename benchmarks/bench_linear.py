@@ -16,6 +16,7 @@ price is a quotient within one run. Shapes are M x K x N, of mlp and gated_linea
 """
 
 import functools
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -142,26 +143,36 @@ def products_of(device, m, k, n):
     }
 
 
-def own(op, products, device, options):
+def in_a_row(call, count):
+    for _ in range(count):
+        call()
+
+
+def own(op, products, device, options, counts=(1,)):
     """WARPSMITH_OWN_PRODUCT=1 beside the same calls without it: ``products(device, m, k, n)`` are {direction: a call,
-    and the bare product in bfloat16}."""
+    and the bare product in bfloat16}. ``counts``: of calls behind one another in a sample, as in a step, where the next
+    launch begins while the last one ends."""
     switch = getattr(torch.ops.warpsmith, "_own_product", None)
     if device != "cuda" or switch is None:
         return []
     rows = []
     for shape in options.shapes(device, OWN_SHAPES, (), TINY):
-        for direction, (call, bare) in products(device, *shape).items():
+        made = products(device, *shape).items()
+        for count, (direction, (call, bare)) in itertools.product(counts, made):
 
-            def ours(call=call):
+            def ours(call=call, count=count):
                 switch("1")
                 try:
-                    call()
+                    in_a_row(call, count)
                 finally:
                     switch("0")
 
-            calls = {OURS: ours, "library": call, PRODUCT: bare}
-            place = (op, "x".join(map(str, shape)), "bfloat16", direction)
-            rows += timed(place, calls, device, options, not_rivals=(YARDSTICK, PRODUCT))
+            calls = {OURS: ours, "library": functools.partial(in_a_row, call, count)}
+            calls[PRODUCT] = functools.partial(in_a_row, bare, count)
+            what = direction if count == 1 else f"{direction}, {count} in a row"
+            place = (op, "x".join(map(str, shape)), "bfloat16", what)
+            ahead = {"spin_cycles": SPIN_CYCLES} if count > 1 else {}
+            rows += timed(place, calls, device, options, not_rivals=(YARDSTICK, PRODUCT), **ahead)
     return rows
 
 

@@ -52,6 +52,8 @@ class Captured(Run):
 
     def __init__(self, *given, batch, **options):
         super().__init__(*given, **options)
+        for group in self.optimizer.param_groups:  # torch's AdamW asks for it in a graph
+            group.update({"capturable": True} if "capturable" in group else {})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the reason is raised below
             captured = CapturedStep(super().step, state=[self.model, self.optimizer])

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from warpsmith._core.library import call_raw, raw
 from warpsmith.ops._linear_symmetric import product
 
 FORMS = ("standard", "gram")
@@ -13,8 +14,12 @@ def newton_schulz(x: Tensor, form: str, coefficients: tuple[float, float, float]
     """``steps`` of X <- (a + b A + c A^2) X with A = X X^T, from X over its norm, for x of shape (count, m, n); where
     m > n, of the transposes. x is bfloat16 and written over. The Gram form computes in
     float16, on the CPU in float32."""
-    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    x = x.div_(norms.clamp_(min=eps))
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float32)
+    factors = norms.clamp_(min=eps).reciprocal_().clamp_(max=torch.finfo(torch.float32).max)
+    flag, count = torch.zeros_like(factors[0]), torch.zeros(1, dtype=torch.int64, device=x.device)  # nobody reads them
+    # torch divides bfloat16 by float32 element by element, five times as slowly (0.9 ms for 0.2e9 on an H200).
+    for matrix, factor in zip(x.unbind(0), factors.unbind(0), strict=True):
+        call_raw(raw.unscale_grads.default, [matrix], factor, flag, count)
     if form == "gram":
         x = x.half() if x.is_cuda else x.float()  # CPUs multiply float16 a thirtieth as fast as torch's bfloat16
     tall = x.shape[-2] > x.shape[-1]
