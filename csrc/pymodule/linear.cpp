@@ -98,6 +98,7 @@ py::dict plan_scaled(const py::kwargs& given) {
   own.sm90a_code = capability == 90;
   own.factors = ProductFactors::e4m3;
   own.promotes = !accumulates_fast(how, in, false);
+  own.scales_of_rows = scaling == 0;
   problem.refuse_unknown();
 
   const bool blocks = scaling == 2, runs = scaling == 1 ? capability >= 89 : capability == 90;

@@ -1,6 +1,7 @@
 """What 8-bit products leave of a signal, which casts are kept, and which cards a recipe is refused on."""
 
 import gc
+import itertools
 import math
 import weakref
 
@@ -359,6 +360,12 @@ def test_plan():
     assert warpsmith.plan("scaled_linear", **sizes, accumulate="fast")["wgrad"] == "fast"
     assert warpsmith.plan("scaled_linear", **sizes, code_capability=100)["path"] == "none"
     assert warpsmith.plan("scaled_linear", **sizes, scaling="tensor", code_capability=89)["path"] == "_scaled_mm"
+    pays = {("tensor", "fast"), ("row", "float32")}  # where it was measured
+    for scaling, accumulate in itertools.product(("row", "tensor"), ("fast", "float32")):
+        how = {"scaling": scaling, "accumulate": accumulate, "own_product": "auto"}
+        assert (warpsmith.plan("scaled_linear", **sizes, **how)["path"] == "own") == ((scaling, accumulate) in pays)
+        few = sizes | {"rows": 50}
+        assert warpsmith.plan("scaled_linear", **few, **how)["path"] == "_scaled_mm"
     own = warpsmith.plan("scaled_linear", **sizes, own_product="always")
     assert (own["path"], own["tile"], own["wgrad"]) == ("own", "256x128", "float32")
     own = warpsmith.plan("scaled_linear", **sizes, own_product="always", accumulate="float32")

@@ -70,6 +70,7 @@ Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
   problem.batches = p.batches;
   problem.factors = p.factors;
   problem.promotes = p.promotes;
+  problem.scales_of_rows = p.scales_of_rows;
   for (int i = 0; i < p.sibling_count; ++i) problem.widths[i] = p.siblings[i].width;
   if (problem.asked != OwnProduct::never) {
     DeviceProperties device;

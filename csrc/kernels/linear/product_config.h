@@ -141,6 +141,7 @@ struct ProductProblem {
   int64_t batches = 1;  // of `symmetric`
   ProductFactors factors = ProductFactors::halves;
   bool promotes = false;  // 8-bit floats: sums of more than 128 terms are made in float32
+  bool scales_of_rows = false;
   // `siblings`: columns (nt) or terms (nn) of each, 0: no more; `columns` or `inner` is their sum.
   int64_t widths[kMostSiblings] = {};
 };
@@ -187,6 +188,10 @@ constexpr const ProductKernel* find_product(const ProductKernel& wanted) {
   return nullptr;
 }
 
+constexpr double kLeastWork = 3e10;  // multiplications
+constexpr const char* kPartOfACard = "the library's product: ours was measured on whole cards alone";
+constexpr const char* kTooSmall = "the library's product: ours was not measured below 3e10 multiplications";
+
 // Measured on an H200, 2026-11-28: of 768 terms 0.83 to 0.94 of the library's speed, of 2,048 and more 0.99 to 1.22.
 constexpr int64_t kLeastForActivations = 1344;
 
@@ -197,15 +202,14 @@ constexpr int64_t kLeastForActivations = 1344;
 // 1.12; behind a derivative 1.00 to 1.13. The weight gradient is as fast. Parts of a card, and Hopper cards with few
 // multiprocessors, have not been measured.
 constexpr const char* product_does_not_pay(const ProductProblem& p) {
-  if (p.multiprocessors < 100) return "the library's product: ours was measured on whole cards alone";
+  if (p.multiprocessors < 100) return kPartOfACard;
   if (p.epilogue == ProductEpilogue::symmetric) {  // waves of tiles, counted
     const int64_t clusters = product_clusters(kWideTile, p.multiprocessors), side = product_units(kWideTile, p.rows, 1);
     return ceil_div(p.batches * triangle_units(side), clusters) < ceil_div(p.batches * side * side, clusters)
                ? nullptr
                : "the library's product: half of the tiles take as many waves as all";
   }
-  if (double(p.rows) * double(p.columns) * double(p.inner) < 3e10)
-    return "the library's product: ours was not measured below 3e10 multiplications";
+  if (double(p.rows) * double(p.columns) * double(p.inner) < kLeastWork) return kTooSmall;
   switch (p.epilogue) {
     case ProductEpilogue::residual:
     case ProductEpilogue::gated: return nullptr;
@@ -233,6 +237,15 @@ constexpr const char* product_does_not_pay(const ProductProblem& p) {
   return "the library's product: ours is no faster for a weight's gradient";
 }
 
+// The same of 8-bit floats, beside cuBLASLt 13.1 (docs/design/linear.md): by scales of tensors 1.01 to 1.09 of its
+// speed, and promoted by scales of rows 0.99 to 1.09; by scales of rows 0.94 to 1.02, and promoted by scales of
+// tensors 0.96 to 1.02.
+constexpr const char* float8_does_not_pay(const ProductProblem& p) {
+  if (p.multiprocessors < 100) return kPartOfACard;
+  if (2.0 * double(p.rows) * double(p.columns) * double(p.inner) < kLeastWork) return kTooSmall;
+  return p.scales_of_rows == p.promotes ? nullptr : "the library's product: ours is no faster by such scales and sums";
+}
+
 // Forward and input gradient: 128 x 256 was the best tile or within 0.7 % of it everywhere. The weight gradient has few
 // tiles and long sums. Sums are split where the tiles fill less than 0.6 of a wave, or leave less than 0.6 of one
 // behind three whole ones: 65,536 x 768 -> 3,072 took 0.78 of the time of contiguous shares of (tile, k). Where the
@@ -252,8 +265,7 @@ constexpr ProductPlan choose_product(const ProductProblem& p) {
     return {nullptr, "the library's product: ours counts rows and columns below 2^31"};
   if (p.rows == 0 || p.columns == 0 || p.inner == 0) return {nullptr, "nothing to multiply"};
   if (p.factors != ProductFactors::halves) {
-    if (p.asked == OwnProduct::automatic)
-      return {nullptr, "the library's product: ours of 8-bit floats has not been measured"};
+    if (const char* why = p.asked == OwnProduct::automatic ? float8_does_not_pay(p) : nullptr) return {nullptr, why};
     const int64_t clusters = product_clusters(kTallTile, p.multiprocessors);
     const auto waves = [&](const ProductTile& t) {
       return ceil_div(product_units(t, p.rows, p.columns), clusters) * t.rows * t.columns;
