@@ -87,9 +87,8 @@ Outputs pooled(const Tensor& x_any, const Numbers& kernel, const Numbers& stride
   const int64_t c = p.channels, sizes[4] = {p.samples, c, rows, columns};
   const int64_t strides[4] = {rows * columns * c, 1, columns * c, c}, pixels[4] = {p.samples, rows, columns, c};
   const int32_t bytes = aoti_torch_dtype_uint8();
-  Outputs out{
-      allocate_strided(kForward, "y", sizes, strides, 4, dtype_code(x_any), x_any),
-      with_index ? allocate(kForward, "index", pixels, 4, bytes, x_any) : nothing(kForward, bytes, x_any)};
+  Outputs out{allocate_strided(kForward, "y", sizes, strides, 4, dtype_code(x_any), x_any),
+              with_index ? allocate(kForward, "index", pixels, 4, bytes, x_any) : nothing(kForward, bytes, x_any)};
   if (p.samples == 0) return out;
   p.x = x.tensor.const_data_ptr();
   p.x_stride = x.stride;
@@ -122,7 +121,9 @@ Tensor backward(Tensor dy_any, Tensor index_any, Numbers kernel_size, Numbers st
   set_shape(kBackward, p, dtype, dy_any.size(0), dy_any.size(1), height, width, kernel_size, stride, padding);
   for (const bool row : {true, false}) {
     const int64_t found = dy_any.size(row ? 2 : 3), size = row ? height : width, i = row ? 0 : 1;
-    const auto count = [&](bool ceil_mode) { return windows(size, kernel_size[i], p.stride[i], padding[i], ceil_mode); };
+    const auto count = [&](bool ceil_mode) {
+      return windows(size, kernel_size[i], p.stride[i], padding[i], ceil_mode);
+    };
     if (found < 1 || (found != count(false) && found != count(true)))
       refuse(kBackward, "dy", std::to_string(count(false)) + (row ? " rows" : " columns"), shape_text(dy_any));
   }

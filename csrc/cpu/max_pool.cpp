@@ -13,20 +13,20 @@ namespace {
 constexpr int64_t kGrainElems = 16 * 1024;  // least elements per thread
 
 // Free functions, one per dtype: target_clones reaches neither lambdas nor templates. One pixel each.
-#define WARPSMITH_LOOPS(T, M)                                                                                   \
-  WARPSMITH_VECTORIZE void take(const T* x, int64_t channels, int number, M* largest, int* at) {                \
-    for (int64_t c = 0; c < channels; ++c) {                                                                    \
-      const M v = to_float(x[c]);                                                                               \
-      const bool larger = v > largest[c] || v != v; /* NaN is larger than anything before it */                 \
-      largest[c] = larger ? v : largest[c];                                                                     \
-      at[c] = larger ? number : at[c];                                                                          \
-    }                                                                                                           \
-  }                                                                                                             \
-  WARPSMITH_VECTORIZE void add(const T* dy, const uint8_t* index, int64_t channels, int number, M* dx) {        \
-    for (int64_t c = 0; c < channels; ++c) dx[c] += index[c] == number ? to_float(dy[c]) : M(0);                \
-  }                                                                                                             \
-  WARPSMITH_VECTORIZE void write(const M* from, int64_t channels, T* to) {                                      \
-    for (int64_t c = 0; c < channels; ++c) to[c] = from_float<T>(from[c]);                                      \
+#define WARPSMITH_LOOPS(T, M)                                                                            \
+  WARPSMITH_VECTORIZE void take(const T* x, int64_t channels, int number, M* largest, int* at) {         \
+    for (int64_t c = 0; c < channels; ++c) {                                                             \
+      const M v = to_float(x[c]);                                                                        \
+      const bool larger = v > largest[c] || v != v; /* NaN is larger than anything before it */          \
+      largest[c] = larger ? v : largest[c];                                                              \
+      at[c] = larger ? number : at[c];                                                                   \
+    }                                                                                                    \
+  }                                                                                                      \
+  WARPSMITH_VECTORIZE void add(const T* dy, const uint8_t* index, int64_t channels, int number, M* dx) { \
+    for (int64_t c = 0; c < channels; ++c) dx[c] += index[c] == number ? to_float(dy[c]) : M(0);         \
+  }                                                                                                      \
+  WARPSMITH_VECTORIZE void write(const M* from, int64_t channels, T* to) {                               \
+    for (int64_t c = 0; c < channels; ++c) to[c] = from_float<T>(from[c]);                               \
   }
 WARPSMITH_LOOPS(float, float)
 WARPSMITH_LOOPS(float16, float)
@@ -35,7 +35,8 @@ WARPSMITH_LOOPS(double, double)
 #undef WARPSMITH_LOOPS
 
 // Runs row(sample, row) for each row of so many samples, in parallel.
-template <class F> void for_rows(const MaxPoolShape& p, int64_t rows, int64_t width, const Parallel& parallel, F&& row) {
+template <class F>
+void for_rows(const MaxPoolShape& p, int64_t rows, int64_t width, const Parallel& parallel, F&& row) {
   const int64_t grain = std::max<int64_t>(1, kGrainElems / std::max<int64_t>(1, width * p.channels));
   parallel(p.samples * rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) row(i / rows, static_cast<int>(i % rows));
@@ -47,7 +48,8 @@ template <class T> void forward(const MaxPoolForwardParams& p, const Parallel& p
   for_rows(p, p.out_height, p.out_width, parallel, [&](int64_t sample, int i) {
     std::vector<M> largest(static_cast<size_t>(p.channels));
     std::vector<int> at(largest.size());
-    const int h0 = i * p.stride[0] - p.padding[0], top = std::max(0, -h0), bottom = std::min(p.kernel[0], p.height - h0);
+    const int h0 = i * p.stride[0] - p.padding[0], top = std::max(0, -h0),
+              bottom = std::min(p.kernel[0], p.height - h0);
     for (int j = 0; j < p.out_width; ++j) {
       const int w0 = j * p.stride[1] - p.padding[1], left = std::max(0, -w0);
       const int right = std::min(p.kernel[1], p.width - w0);
@@ -67,7 +69,9 @@ template <class T> void forward(const MaxPoolForwardParams& p, const Parallel& p
 template <class T> void backward(const MaxPoolBackwardParams& p, const Parallel& parallel) {
   using M = Arithmetic<T>;
   // The windows with a pixel whose place is counted with the padding.
-  const auto first = [&](int place, int d) { return place < p.kernel[d] ? 0 : (place - p.kernel[d]) / p.stride[d] + 1; };
+  const auto first = [&](int place, int d) {
+    return place < p.kernel[d] ? 0 : (place - p.kernel[d]) / p.stride[d] + 1;
+  };
   for_rows(p, p.height, p.width, parallel, [&](int64_t sample, int row) {
     std::vector<M> dx(static_cast<size_t>(p.channels));
     const int h = row + p.padding[0], last_row = std::min(h / p.stride[0], p.out_height - 1);

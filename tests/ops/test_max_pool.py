@@ -72,7 +72,7 @@ def result_elements(case):
 
 def floor(case):
     x, y = torch.Size(case.shape).numel() * case.dtype.itemsize, result_elements(case)
-    return {direction: x + y * case.dtype.itemsize + y for direction in ("forward", "backward")}
+    return dict.fromkeys(("forward", "backward"), x + y * case.dtype.itemsize + y)
 
 
 def bytes_beside(case, given):
@@ -89,8 +89,8 @@ def bytes_beside(case, given):
     covering = []
     for size, of, p in zip(case.shape[1:3], (rows, columns), pairs(o["padding"]), strict=True):
         if square:
-            first = [[i for i in (a, a - 1)[: (square + 1) // 2] if 0 <= i < len(of)] for a in range((size + p + 1) // 2)]
-            covering.append(sum(map(len, first)))
+            blocks, reach = (size + p + 1) // 2, (square + 1) // 2
+            covering.append(sum(0 <= a - d < len(of) for a in range(blocks) for d in range(reach)))
         else:
             covering.append(sum(map(len, of)))
     backward = each * covering[0] * covering[1] * (itemsize + 1)
@@ -138,11 +138,11 @@ SPEC = OpSpec(
     bad_inputs=[
         BadInput("complex", but(x=lambda g: g["x"].to(torch.complex64)), "x: expected float32, float16, bfloat16 or"),
         BadInput("no kernel", but(kernel_size=lambda g: 0), "kernel_size: expected a whole number >= 1, or two, got 0"),
-        BadInput("three", but(kernel_size=lambda g: (3, 3, 3)), "kernel_size: expected a whole number >= 1, or two, got"),
+        BadInput("three", but(kernel_size=lambda g: (3, 3, 3)), "kernel_size: expected a whole number >= 1, or two"),
         BadInput("no stride", but(stride=lambda g: 0), "stride: expected a whole number >= 1, or two, got 0"),
         BadInput("half", but(padding=lambda g: 2), "padding: expected at most half of the kernel's size, 1, got 2"),
         BadInput("ceil", but(ceil_mode=lambda g: 1), "ceil_mode: expected True or False", TypeError),
-        BadInput("no channels", but(x=lambda g: g["x"][..., :0]), r"x: expected shape \(N, C, H, W\) with C, H and W >= 1"),
+        BadInput("no channels", but(x=lambda g: g["x"][..., :0]), r"x: expected shape \(N, C, H, W\) with C, H and W"),
         BadInput("too small", but(x=lambda g: g["x"][:, :1], padding=lambda g: 0),
                  r"x: expected at least \(3, 3\) pixels with its padding, got"),
         NO_FLOAT64_ON_CUDA,

@@ -101,8 +101,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, 2)
   const int first_row = h0 < 0 ? -h0 : 0, first_column = w0 < 0 ? -w0 : 0;
   Largest<N> found(first_row * p.kernel[1] + first_column);
   for (int r = first_row; r < p.kernel[0] && h0 + r < p.height; ++r) {
-    const auto* const x =
-        vector_at<T, N>(p.x, ((at.sample * p.height + h0 + r) * p.width + w0) * stride + at.vector);
+    const auto* const x = vector_at<T, N>(p.x, ((at.sample * p.height + h0 + r) * p.width + w0) * stride + at.vector);
 #pragma unroll 4
     for (int c = first_column; c < p.kernel[1] && w0 + c < p.width; ++c)
       found.template take<T>(device::load(x + c * stride), r * p.kernel[1] + c);

@@ -20,8 +20,8 @@ template <class Visit> Status visit_vectors(Dtype dtype, int vector_elems, Visit
   });
 }
 
-template <class Params> Status run(void (*kernel)(Params, Places), const Params& p, const MaxPoolConfig& c,
-                                   bool backward, void* stream) {
+template <class Params>
+Status run(void (*kernel)(Params, Places), const Params& p, const MaxPoolConfig& c, bool backward, void* stream) {
   const LaunchConfig config{.grid = static_cast<unsigned>(c.blocks(p.problem(), backward)), .block = kThreads};
   return launch(kernel, config, stream, p, Places(p, c, backward));
 }

@@ -22,8 +22,16 @@ struct MaxPoolShape {
   Dtype dtype = Dtype::float32;
 
   constexpr MaxPoolProblem problem() const {
-    return {samples, channels, height, width, out_height, out_width, {kernel[0], kernel[1]}, {stride[0], stride[1]},
-            {padding[0], padding[1]}, size_bytes(dtype)};
+    return {samples,
+            channels,
+            height,
+            width,
+            out_height,
+            out_width,
+            {kernel[0], kernel[1]},
+            {stride[0], stride[1]},
+            {padding[0], padding[1]},
+            size_bytes(dtype)};
   }
 };
 

@@ -13,8 +13,8 @@ struct MaxPoolProblem {
 };
 
 constexpr int kMaxPoolThreads = 256;
-constexpr int kMaxPoolRows = 4;         // of y: one under the other, of a thread
-constexpr int kMaxPoolMostArea = 255;   // of a window: a place in it has one byte
+constexpr int kMaxPoolRows = 4;        // of y: one under the other, of a thread
+constexpr int kMaxPoolMostArea = 255;  // of a window: a place in it has one byte
 
 // A thread has one vector of channels. `square`: of windows 3 x 3 at stride 2, or 2 x 2 at stride 2, kernels know the
 // sizes: forward a thread makes kMaxPoolRows pixels of y, backward a block of 2 x 2 pixels of dx. Of other windows it
@@ -23,7 +23,7 @@ struct MaxPoolConfig {
   int vector_elems = 1;
   int square = 0;  // 3, 2, or 0: other windows
   int64_t vectors = 0;
-  int64_t rows = 0, columns = 0;  // of threads: forward over a sample of y
+  int64_t rows = 0, columns = 0;        // of threads: forward over a sample of y
   int64_t dx_rows = 0, dx_columns = 0;  // backward over one of dx
 
   constexpr int64_t blocks(const MaxPoolProblem& p, bool backward) const {

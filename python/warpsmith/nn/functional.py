@@ -2,9 +2,9 @@
 
 Signatures, defaults, dtypes and meaning are torch's. ``layer_norm``, ``rms_norm``, ``batch_norm``, ``group_norm``,
 ``max_pool2d``, ``softmax``, ``log_softmax``, ``linear``, ``cross_entropy``, ``linear_cross_entropy`` and
-``scaled_dot_product_attention`` run our ops where these compute what torch's arguments say, and call torch where they do not;
-``warpsmith.plan("nn.functional.layer_norm", dtype="float16")`` says which, and why. Every other name is torch's own.
-Under ``torch.autocast`` tensors are cast as torch casts them.
+``scaled_dot_product_attention`` run our ops where these compute what torch's arguments say, and call torch where they
+do not; ``warpsmith.plan("nn.functional.layer_norm", dtype="float16")`` says which, and why. Every other name is torch's
+own. Under ``torch.autocast`` tensors are cast as torch casts them.
 
 What differs: a label out of range is a ``ValueError`` on the CPU and a NaN loss on CUDA; the second derivative of
 ``cross_entropy``, ``linear_cross_entropy`` and attention is refused.
@@ -239,7 +239,8 @@ def max_pool2d(
                 return _max_pool2d(input, *arguments)
             except (TypeError, ValueError):  # torch's error, or numbers of a kind that only torch takes
                 pass
-    return _torch.max_pool2d(input, *arguments, return_indices=return_indices)
+    pool: Any = _torch.max_pool2d
+    return pool(input, *arguments, return_indices=return_indices)
 
 
 def rms_norm(

@@ -1,5 +1,8 @@
-"""max_pool2d's fakes and gradients: raw ops of ``(x, kernel_size, stride, padding, ceil_mode, height, width)``, the last
-two those of x, which a backward takes from there: it keeps no x."""
+"""max_pool2d's fakes and gradients.
+
+The raw ops take ``(x, kernel_size, stride, padding, ceil_mode, height, width)``. Height and width are those of x: the
+backward takes them from there, since it keeps no x.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -100,21 +103,19 @@ def _backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
 def _plain_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     """In plain torch operations, in float32 or wider: differentiable in turn. dy at its place in each window, and the
     sum of the windows."""
-    kernel, stride, (rows, columns) = saved.kernel_size, saved.stride, dy.shape[2:]
+    kernel, stride = saved.kernel_size, saved.stride
     places = torch.arange(kernel[0] * kernel[1], device=dy.device).view(-1, 1, 1)
     here = saved.index.movedim(-1, 1).unsqueeze(2) == places
     placed = torch.where(here, dy.to(checks.wide_dtype(dy)).unsqueeze(2), 0)
-    whole = [(n - 1) * s + k for n, s, k in zip((rows, columns), stride, kernel, strict=True)]
-    dx = F.fold(placed.flatten(3).flatten(1, 2), whole, list(kernel), stride=list(stride))
+    whole = tuple((n - 1) * s + k for n, s, k in zip(dy.shape[2:], stride, kernel, strict=True))
+    dx = F.fold(placed.flatten(3).flatten(1, 2), whole, tuple(kernel), stride=tuple(stride))
     edges = []
     for size, found, before in ((saved.width, whole[1], saved.padding[1]), (saved.height, whole[0], saved.padding[0])):
         edges += [-before, size + before - found]
     return {"x": F.pad(dx, edges).to(dy.dtype)}
 
 
-def _plain(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil_mode: bool, *_: Any
-) -> Tensor:
+def _plain(x: Tensor, kernel: Any, stride: Any, padding: Any, ceil_mode: bool, height: Any, width: Any) -> Tensor:
     return F.max_pool2d(x, kernel, stride, padding, 1, ceil_mode)
 
 

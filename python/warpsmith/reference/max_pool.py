@@ -1,17 +1,15 @@
 """Max pooling in plain torch operations."""
 
-from collections.abc import Sequence
-
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def max_pool2d(
     x: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
     ceil_mode: bool = False,
 ) -> Tensor:
     """torch's own, on a tensor in NCHW: the definition."""
