@@ -71,8 +71,7 @@ Outputs pooled(const Tensor& x_any, const Numbers& kernel, const Numbers& stride
   if (x_any.dim() != 4 || x_any.size(1) == 0 || x_any.size(2) == 0 || x_any.size(3) == 0)
     refuse(kForward, "x", "shape (N, C, H, W) with C, H and W >= 1", shape_text(x_any));
   if (height != x_any.size(2) || width != x_any.size(3))
-    refuse(kForward, "height and width", "those of x, " + shape_text(x_any),
-           std::to_string(height) + " and " + std::to_string(width));
+    refuse(kForward, "x", std::to_string(height) + " rows of " + std::to_string(width) + " pixels", shape_text(x_any));
   MaxPoolForwardParams p;
   set_shape(kForward, p, dtype, x_any.size(0), x_any.size(1), height, width, kernel, stride, padding);
   const int64_t rows = windows(height, kernel[0], p.stride[0], padding[0], ceil_mode);

@@ -55,8 +55,7 @@ def _fake_inference(a: Any) -> Tensor:
     checks.float_dtype(NAME, "x", x)
     check_shape(x)
     if checks.known(a.height != x.shape[2]) or checks.known(a.width != x.shape[3]):
-        found = f"{a.height} and {a.width}"
-        checks.refuse(NAME, "height and width", f"those of x, {checks.shape_text(x.shape)}", found)
+        checks.refuse(NAME, "x", f"{a.height} rows of {a.width} pixels", checks.shape_text(x.shape))
     check_numbers(NAME, kernel, stride, padding)
     _check_size(NAME, a.height, a.width)
     sizes = [_windows(x.shape[2 + i], kernel[i], stride[i], padding[i], a.ceil_mode) for i in range(2)]

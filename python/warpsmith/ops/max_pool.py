@@ -59,8 +59,8 @@ def max_pool2d(
     if not isinstance(x, Tensor):
         checks.refuse_type(NAME, "x", "a tensor", x)
     kernel = checks.counts(NAME, "kernel_size", kernel_size, 1)
-    given = () if stride is None or stride == () or stride == [] else (stride,)
-    step = checks.counts(NAME, "stride", given[0], 1) if given else kernel
+    none = stride is None or (isinstance(stride, (list, tuple)) and not stride)
+    step = kernel if none else checks.counts(NAME, "stride", stride, 1)
     around, apart = checks.counts(NAME, "padding", padding, 0), checks.counts(NAME, "dilation", dilation, 1)
     checks.flags(NAME, ceil_mode=ceil_mode)
     if apart != (1, 1) or kernel[0] * kernel[1] > MOST_AREA or not (x.is_floating_point() or x.is_complex()):
