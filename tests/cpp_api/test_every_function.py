@@ -116,7 +116,7 @@ def problems():
         yield "batch_norm", {**pixels, **channels, **running, "training": training, "relu": relu}, batch_norm
     for silu in (True, False):
         yield "group_norm", {"x": pixels["x"], "num_groups": 2, **channels, "eps": 1e-3, "silu": silu}, group_norm
-    sizes = {"stride": (), "padding": (1, 0), "ceil_mode": True}
+    sizes = {"stride": (2, 1), "padding": (1, 0), "ceil_mode": True}
     yield "max_pool2d", {"x": pixels["x"], "kernel_size": (3, 2), **sizes}, warpsmith.max_pool2d
     gate = {"gate": leaf(2, 3, 8), "up": leaf(2, 3, 8), "inplace_backward": False}
     for row in families.rows("GATED"):

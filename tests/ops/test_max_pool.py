@@ -208,7 +208,7 @@ def test_nothing(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("given", [
-    {"kernel_size": 3, "dilation": 2}, {"kernel_size": 16, "stride": 1}, {"kernel_size": 2, "stride": ()}
+    {"kernel_size": 3, "dilation": 2}, {"kernel_size": 16, "stride": 1}, {"kernel_size": 2, "stride": None}
 ], ids=str)  # fmt: skip
 def test_what_is_torchs(given, device):
     x = torch.randn(2, 3, 17, 18, device=device).to(memory_format=torch.channels_last)

@@ -59,8 +59,7 @@ def max_pool2d(
     if not isinstance(x, Tensor):
         checks.refuse_type(NAME, "x", "a tensor", x)
     kernel = checks.counts(NAME, "kernel_size", kernel_size, 1)
-    none = stride is None or (isinstance(stride, (list, tuple)) and not stride)
-    step = kernel if none else checks.counts(NAME, "stride", stride, 1)
+    step = kernel if stride is None else checks.counts(NAME, "stride", stride, 1)
     around, apart = checks.counts(NAME, "padding", padding, 0), checks.counts(NAME, "dilation", dilation, 1)
     checks.flags(NAME, ceil_mode=ceil_mode)
     if apart != (1, 1) or kernel[0] * kernel[1] > MOST_AREA or not (x.is_floating_point() or x.is_complex()):
