@@ -26,6 +26,7 @@ TITLES = {
     "norm": "norms, alone or with residual sum and dropout",
     "batch_norm": "batch norm in NHWC, with residual and ReLU",
     "group_norm": "group norm in NHWC, with SiLU",
+    "max_pool": "max pooling in NHWC",
     "conv2d": "convolution: bias, residual, activation",
     "rope": "rotary embedding, alone or with norms of the heads",
     "attention": "attention, batched or packed",

@@ -10,7 +10,7 @@ from warpsmith import _C
 
 # The order of tables; families that are not named follow by name.
 ORDER = (
-    *"norm batch_norm group_norm conv2d rope attention activation".split(),
+    *"norm batch_norm group_norm max_pool conv2d rope attention activation".split(),
     *"linear cross_entropy linear_loss quantize optim".split(),
 )
 

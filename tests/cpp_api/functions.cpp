@@ -9,6 +9,7 @@
 #include <warpsmith/image.h>
 #include <warpsmith/linear.h>
 #include <warpsmith/linear_loss.h>
+#include <warpsmith/max_pool.h>
 #include <warpsmith/norm.h>
 #include <warpsmith/optim.h>
 #include <warpsmith/quantize.h>
@@ -139,6 +140,11 @@ at::Tensor normalize_image(const at::Tensor& x, const std::vector<double>& mean,
   return warpsmith::normalize_image(x, {mean[0], mean[1], mean[2]}, {std[0], std[1], std[2]}, {.flip = flip});
 }
 
+at::Tensor max_pool2d(const at::Tensor& x, const std::vector<int64_t>& kernel_size, const std::vector<int64_t>& stride,
+                      const std::vector<int64_t>& padding, bool ceil_mode) {
+  return warpsmith::max_pool2d(x, kernel_size, {.stride = stride, .padding = padding, .ceil_mode = ceil_mode});
+}
+
 using Quantized = std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>,
                              std::optional<at::Tensor>, at::Tensor, std::optional<at::Tensor>>;
 
@@ -170,6 +176,8 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       exposed(&batch_norm));
   m.def("group_norm(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, bool silu) -> Tensor",
         exposed(&warpsmith::group_norm));
+  m.def("max_pool2d(Tensor x, int[] kernel_size, int[] stride, int[] padding, bool ceil_mode) -> Tensor",
+        exposed(&max_pool2d));
 #define WARPSMITH_ROW(op, log) m.def(#op "(Tensor x, bool wide) -> Tensor", exposed(&warpsmith::op));
   WARPSMITH_SOFTMAX_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW

@@ -116,6 +116,8 @@ def problems():
         yield "batch_norm", {**pixels, **channels, **running, "training": training, "relu": relu}, batch_norm
     for silu in (True, False):
         yield "group_norm", {"x": pixels["x"], "num_groups": 2, **channels, "eps": 1e-3, "silu": silu}, group_norm
+    sizes = {"stride": (2, 1), "padding": (1, 0), "ceil_mode": True}
+    yield "max_pool2d", {"x": pixels["x"], "kernel_size": (3, 2), **sizes}, warpsmith.max_pool2d
     gate = {"gate": leaf(2, 3, 8), "up": leaf(2, 3, 8), "inplace_backward": False}
     for row in families.rows("GATED"):
         tanh = {"approximate": "tanh"} if "tanh" in row.arguments else {}
@@ -296,6 +298,7 @@ def refusals():
         yield name, base[name] | {"weight": leaf(3)}, r"weight: expected shape \(40\), got \(3\)$"
     yield "batch_norm", base["batch_norm"] | {"running_var": None}, "running_var: expected a tensor beside running_mean"
     yield "group_norm", base["group_norm"] | {"num_groups": 4}, "num_groups: expected a divisor of 6 channels, got 4"
+    yield "max_pool2d", base["max_pool2d"] | {"padding": (2, 0)}, "padding: expected at most half of the kernel's size"
     yield "rms_norm", base["rms_norm"] | {"eps": -1.0}, "eps: expected a finite number >= 0, got -1"
     for name in ("dropout_add_rms_norm", "dropout_add"):
         yield name, base[name] | {"p": 1.5, "seed": None}, r"p: expected a number in \[0, 1\], got 1\.5"

@@ -304,6 +304,20 @@ def test_copies_are_patched_and_pickles_are_not():
     assert ops.count("warpsmith::") == 0
 
 
+def test_max_pools_of_what_the_op_takes():
+    pools = nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, ceil_mode=True), nn.MaxPool2d(2, dilation=2)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), *pools).to(memory_format=torch.channels_last)
+    x = images().to(memory_format=torch.channels_last)
+    expected, done = results(copy.deepcopy(model), x), patch(model)
+    assert done.replaced["MaxPool2d"] == "warpsmith.max_pool2d (3)"
+    with Ops() as ops:
+        found = results(model, x)
+    assert ops.count("warpsmith::max_pool2d_forward") == ops.count("warpsmith::max_pool2d_backward") == 2
+    assert all(torch.equal(t, expected[name]) for name, t in found.items())
+    patch(indices := nn.MaxPool2d(2, return_indices=True))
+    assert torch.equal(indices(x)[1], nn.MaxPool2d(2, return_indices=True)(x)[1])
+
+
 def test_nchw_is_left_to_torch():
     model, x = make("own"), images()
     done = patch(model, channels_last=False)

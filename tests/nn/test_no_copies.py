@@ -78,6 +78,7 @@ FUNCTIONS = {
     "layer_norm": lambda: (rows(), (WIDTH,)),
     "log_softmax": lambda: (rows(), -1),
     "linear": lambda: (rows(), torch.randn(24, WIDTH, requires_grad=True)),
+    "max_pool2d": lambda: (pixels(), 2),
     "linear_cross_entropy": lambda: (rows(), torch.randn(WIDTH, WIDTH), LABELS),
     "rms_norm": lambda: (rows(), (WIDTH,)),
     "softmax": lambda: (rows(), -1),

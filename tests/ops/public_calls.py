@@ -73,6 +73,7 @@ def arguments_of(name: str) -> dict:
         "linear_cross_entropy": of_head,
         "linear_log_prob": of_head,
         "matmul_symmetric": {"x": rows()},
+        "max_pool2d": {"x": make(TOKENS, 4, 4, 2).movedim(-1, 1), "kernel_size": 3, "stride": 2, "padding": 1},
         "mlp": {
             "x": rows(),
             "w1": make(CLASSES, WIDTH),

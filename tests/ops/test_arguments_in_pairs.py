@@ -30,7 +30,7 @@ OTHER |= {"dtype": torch.float32, "flip": torch.tensor([True, False])}
 # How an op computes, where, and what else it gives: the laws of the ops ask for these.
 HOW = {"deterministic", "inplace", "inplace_backward", "check_labels", "return_stats", "return_lse", "max_chunk_bytes"}
 HOW |= {"max_bytes", "dw_dtype", "save_logits", "main_grad", "main_grads", "max_seqlen_q", "max_seqlen_k", "layout"}
-HOW |= {"dilation", "groups", "padding", "stride"}  # give results of another shape
+HOW |= {"ceil_mode", "dilation", "groups", "kernel_size", "padding", "stride"}  # give results of another shape
 HOW |= {"kv_heads", "found_inf", "mode", "process_group", "sharding", "max_seqlen", "batch_invariant"}
 OF_8_BITS = {"dequantize_fp8", "quantize_fp8", "scaled_linear"}
 # Functions of several ranks, here on one: by name the op that they compute.

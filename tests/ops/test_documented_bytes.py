@@ -21,7 +21,7 @@ HEADS = {"``q`` and ``k``": lambda case: case.shape[-2] + case.options.get("k_he
 FAMILY = {row.name: row.family for row in families.rows()}
 # Bound by products of matrices, not by memory: their docstrings name no bytes.
 # Results are of another width: the law's floor counts bytes.
-IN_BYTES = {row.name for row in families.rows("QUANTIZE", "IMAGE")}
+IN_BYTES = {row.name for row in families.rows("QUANTIZE", "IMAGE", "MAX_POOL")}
 COMPUTE_BOUND = {row.name for row in families.rows("ATTENTION", "LINEAR", "LINEAR_LOSS", "COMPOSED")}
 
 

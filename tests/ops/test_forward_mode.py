@@ -48,6 +48,7 @@ CASES = {
     "batch_norm, training": (lambda x, w, r: batch_norm_in_training(x, w, residual=r, activation="relu"), X, W, R),
     "group_norm": (lambda x, w, b: warpsmith.group_norm(x, 2, w, b, activation="silu"), X, W, B),
     "conv2d": (lambda x, w, b: warpsmith.conv2d(x, w, b, activation="silu"), IMAGE, FILTER, B[:2]),
+    "max_pool2d": (lambda x: warpsmith.max_pool2d(x, 3, 2, 1), IMAGE),
     "linear": (lambda x, w, b: warpsmith.linear(x, w, b, "silu"), X, HEADS, TARGET.double()),
     "linear, residual": (lambda x, w, r: warpsmith.linear(x, w, None, "gelu", residual=r), X, HEADS, X[:, :4] + 1),
     "mlp": (lambda x, w1, w2: warpsmith.mlp(x, w1, None, w2, None), X, HEADS, HEADS[:, :4] + 0.5),

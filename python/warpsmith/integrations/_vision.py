@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from warpsmith._core.modules import is_untouched, stock
 from warpsmith.integrations._modules import Forward, Part, StandIn
 from warpsmith.nn._dispatch import reason_for_torch_layer_norm
-from warpsmith.nn.functional import is_autocast
+from warpsmith.nn.functional import is_autocast, max_pool2d
 from warpsmith.ops._conv2d import result_shape
 from warpsmith.ops.batch_norm import batch_norm
 from warpsmith.ops.conv2d import conv2d
@@ -93,6 +93,14 @@ def norm_alone(old: Forward) -> Forward:
     def forward(self: Any, input: Tensor) -> Tensor:
         y = _ours(self, input, None, None)
         return old(self, input) if y is None else y
+
+    return forward
+
+
+def pooled(old: Forward) -> Forward:
+    def forward(self: Any, input: Tensor) -> Any:
+        given = self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode
+        return max_pool2d(input, *given, return_indices=self.return_indices)
 
     return forward
 

@@ -21,6 +21,7 @@ _NORMS: dict[type, tuple[str, Fused]] = {
     nn.GroupNorm: ("warpsmith.group_norm", Fused(False, "silu")),
 }
 _ALONE = {cls: Part("", what, parts.norm_alone) for cls, (what, _) in _NORMS.items()}
+_ALONE[nn.MaxPool2d] = Part("", "warpsmith.max_pool2d", parts.pooled)
 
 
 def _reason(module: Any) -> str | None:
@@ -106,7 +107,7 @@ def patch(model: nn.Module, *, channels_last: bool = True, fold: bool = False) -
     sum and a ``ReLU``, becomes part of that op. ``GroupNorm``, and a ``SiLU`` behind it, become
     :func:`warpsmith.group_norm`. torch.fx finds these in the forward of any class, also where the norm is the last
     layer of a module whose result is added. Under autocast on CUDA a group norm gives 16 bits where torch gives
-    float32.
+    float32. ``MaxPool2d`` becomes :func:`warpsmith.max_pool2d`.
 
     Parameters, ``state_dict``, arguments, outputs and attributes stay. Hooks are called as before: a module with hooks
     is not joined to its neighbours. What a forward decides by an attribute or by whether it trains is as it was; a

@@ -1,11 +1,10 @@
 """``torch.nn.functional`` with fused ops in it: ``import warpsmith.nn.functional as F`` in the place of torch's.
 
 Signatures, defaults, dtypes and meaning are torch's. ``layer_norm``, ``rms_norm``, ``batch_norm``, ``group_norm``,
-``softmax``, ``log_softmax``, ``linear``, ``cross_entropy``, ``linear_cross_entropy`` and
-``scaled_dot_product_attention`` run our ops where these
-compute what torch's arguments say, and call torch where they do not;
-``warpsmith.plan("nn.functional.layer_norm", dtype="float16")`` says which, and why. Every other name is torch's own.
-Under ``torch.autocast`` tensors are cast as torch casts them.
+``max_pool2d``, ``softmax``, ``log_softmax``, ``linear``, ``cross_entropy``, ``linear_cross_entropy`` and
+``scaled_dot_product_attention`` run our ops where these compute what torch's arguments say, and call torch where they
+do not; ``warpsmith.plan("nn.functional.layer_norm", dtype="float16")`` says which, and why. Every other name is torch's
+own. Under ``torch.autocast`` tensors are cast as torch casts them.
 
 What differs: a label out of range is a ``ValueError`` on the CPU and a NaN loss on CUDA; the second derivative of
 ``cross_entropy``, ``linear_cross_entropy`` and attention is refused.
@@ -49,6 +48,7 @@ from warpsmith.ops.cross_entropy import cross_entropy as _cross_entropy
 from warpsmith.ops.group_norm import group_norm as _group_norm
 from warpsmith.ops.linear import linear as _linear
 from warpsmith.ops.linear_loss import linear_cross_entropy as _linear_cross_entropy
+from warpsmith.ops.max_pool import max_pool2d as _max_pool2d
 from warpsmith.ops.norm import layer_norm as _layer_norm
 from warpsmith.ops.norm import rms_norm as _rms_norm
 from warpsmith.ops.softmax import log_softmax as _log_softmax
@@ -211,6 +211,36 @@ def _are_pixels(x: Tensor, num_groups: int) -> bool:
     sample, channel, row, pixel = x.stride()
     adjacent = channel == 1 and pixel >= x.shape[1] > 1
     return adjacent and row == pixel * x.shape[3] and sample == row * x.shape[2]
+
+
+def max_pool2d(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    """``torch.nn.functional.max_pool2d`` by :func:`warpsmith.max_pool2d` where ``input`` is in channels_last.
+
+    Args: torch's.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> x = torch.ones(2, 8, 4, 4).to(memory_format=torch.channels_last)
+        >>> warpsmith.nn.functional.max_pool2d(x, 2).shape
+        torch.Size([2, 8, 2, 2])
+    """
+    arguments = kernel_size, stride, padding, dilation, ceil_mode
+    if not (return_indices or _overridden(input)) and _are_pixels(input, 1):
+        if reason_for_torch_layer_norm(input.dtype, input.device.type) is None:
+            try:
+                return _max_pool2d(input, *arguments)
+            except (TypeError, ValueError):  # torch's error, or numbers of a kind that only torch takes
+                pass
+    pool: Any = _torch.max_pool2d
+    return pool(input, *arguments, return_indices=return_indices)
 
 
 def rms_norm(

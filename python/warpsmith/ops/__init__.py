@@ -13,6 +13,7 @@ from warpsmith.ops.group_norm import group_norm
 from warpsmith.ops.image import normalize_image
 from warpsmith.ops.linear import gated_linear, linear, matmul_symmetric, mlp, scaled_linear
 from warpsmith.ops.linear_loss import linear_cross_entropy, linear_log_prob
+from warpsmith.ops.max_pool import max_pool2d
 from warpsmith.ops.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -53,6 +54,7 @@ __all__ = [
     "linear_log_prob",
     "log_softmax",
     "matmul_symmetric",
+    "max_pool2d",
     "mlp",
     "normalize_image",
     "qk_norm_rope",
