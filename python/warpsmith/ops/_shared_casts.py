@@ -70,6 +70,36 @@ def _nobody() -> None:
 
 of_rows, of_columns = _Shared(), _Shared()
 
+
+class _Chain:
+    """The last layer that read a tensor x with a gradient: an alias of x, which this layer gave beside its y. The next
+    layer of x gets the alias as its input. So this layer is given the sum of the later ones' gradients, and its product
+    adds it to its own. The alias holds the graph, so it goes with x and with y."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.held: tuple[Any, ...] = ()
+
+    def find(self, x: Tensor) -> Tensor | None:
+        """The alias of x; None of another tensor, and where x was written to since."""
+        held = self.held
+        return held[3] if held and held[0]() is x and held[2] == x._version else None
+
+    def keep(self, x: Tensor, alias: Tensor, y: Tensor) -> None:
+        self.held = weakref.ref(x, _let_go), weakref.ref(y, _let_go), x._version, alias
+
+
+of_gradients = _Chain()
+
+
+def _let_go(dead: Any) -> None:
+    held = of_gradients.held
+    if held and (dead is held[0] or dead is held[1]):
+        of_gradients.clear()
+
+
 _quantize = _without_wrapper(raw.quantize_fp8.default)
 _kept_anyway: Any = _nobody  # the last result that its own backward reads
 
