@@ -36,7 +36,7 @@ from warpsmith._core.main_grad import PLAIN, is_gathered
 from warpsmith._core.pending import note, note_later, settled
 from warpsmith.ops import _quantize
 from warpsmith.ops._linear import capability, under_autocast
-from warpsmith.ops._shared_casts import BY_ROWS, of_columns, of_gradients, of_rows, place_of, source_of
+from warpsmith.ops._shared_casts import BY_ROWS, let_go, of_columns, of_gradients, of_rows, place_of, source_of
 
 SCALED = "scaled_linear"
 RECIPE = "Fp8Recipe"
@@ -533,7 +533,8 @@ _eager_inference = _without_wrapper(raw.scaled_linear_inference.default)
 _eager_backward = _without_wrapper(raw.scaled_linear_backward.default)
 _eager_cast = _without_wrapper(raw.scaled_linear_cast.default)
 _NO_CASTS = (None,) * 4
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # a quarter of the time for one device
 _in_transform, _is_tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 
 
@@ -548,7 +549,7 @@ def layer(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Fp8Recipe, state: Fp8State | None, emulate: bool
 ) -> Tensor:
     """A layer: ``scaled_linear`` of a recipe, a state and a flag that are such."""
-    if not isinstance(x, Tensor) or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+    if not isinstance(x, Tensor) or (_any_autocast() and torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")):
         wide = weight.dtype is torch.float32  # cast to 8 bits as it is
         x, narrow, bias = under_autocast(SCALED, x=x, weight=None if wide else weight, bias=bias)  # type: ignore[assignment]
         weight = weight if wide else narrow  # type: ignore[assignment]
@@ -564,12 +565,12 @@ def in_eager(
     if emulate or not x.is_cuda or not _has_products(recipe.scaling, x.device):
         options += _EMULATE
     stream, training = place_of(weight), torch.is_grad_enabled()
-    if training:  # torch asks each argument what it is
-        if x.requires_grad and not x.is_leaf:
-            alias = of_gradients.find(x)
-            call = recipe, state, options, stream, x
-            y, alias = _apply(x if alias is None else alias, weight, bias, call)
-            of_gradients.keep(x, alias, y)
+    if training:  # each argument costs: torch asks it what it is
+        if x.requires_grad and not x.is_leaf:  # a leaf's gradients are added by torch: nobody waits for them
+            held, version = of_gradients.held, x._version
+            last = held[3] if held and held[0]() is x and held[2] == version else x
+            y, alias = _apply(last, weight, bias, (recipe, state, options, stream, x))
+            of_gradients.held = weakref.ref(x, let_go), weakref.ref(y, let_go), version, alias
             return y
         if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
             return _apply(x, weight, bias, (recipe, state, options, stream, None))

@@ -74,27 +74,20 @@ of_rows, of_columns = _Shared(), _Shared()
 class _Chain:
     """The last layer that read a tensor x with a gradient: an alias of x, which this layer gave beside its y. The next
     layer of x gets the alias as its input. So this layer is given the sum of the later ones' gradients, and its product
-    adds it to its own. The alias holds the graph, so it goes with x and with y."""
+    adds it to its own."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self.held: tuple[Any, ...] = ()
-
-    def find(self, x: Tensor) -> Tensor | None:
-        """The alias of x; None of another tensor, and where x was written to since."""
-        held = self.held
-        return held[3] if held and held[0]() is x and held[2] == x._version else None
-
-    def keep(self, x: Tensor, alias: Tensor, y: Tensor) -> None:
-        self.held = weakref.ref(x, _let_go), weakref.ref(y, _let_go), x._version, alias
+        self.held: tuple[Any, ...] = ()  # weak references to x and y, the version of x, the alias
 
 
 of_gradients = _Chain()
 
 
-def _let_go(dead: Any) -> None:
+def let_go(dead: Any) -> None:
+    """The alias holds a graph and the memory of x, so it goes with x and with y."""
     held = of_gradients.held
     if held and (dead is held[0] or dead is held[1]):
         of_gradients.clear()
