@@ -147,11 +147,18 @@ Operand cast(const Tensor& t, const OptionalTensor& scale, Fp8Scaling scaling, b
   return {columns ? *c.transposed : *c.data, scale ? *scale : *made};
 }
 
-Tensor as_float32(const char* op, const Tensor& bias) {
-  return as_contiguous(in_dtype(op, "bias", bias, aoti_torch_dtype_float32()), op);
+Tensor as_float32(const char* op, const Tensor& added) {
+  return as_contiguous(in_dtype(op, "what is added", added, aoti_torch_dtype_float32()), op);
 }
 
-void multiply_emulated(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias,
+// What a product adds: a bias, or a matrix like `out`.
+bool is_matrix(const OptionalTensor& added) { return added && added->dim() == 2; }
+
+void add_behind(const Tensor& out, const Tensor& added) {
+  torch::stable::copy_(const_cast<Tensor&>(out), torch::stable::subtract(out, added, -1.0));
+}
+
+void multiply_emulated(const char* op, const Operand& a, const Operand& b, const OptionalTensor& added,
                        const Tensor& out) {
   const auto values = [&](const Operand& o) {
     const int64_t rows = o.data.size(0);
@@ -161,8 +168,8 @@ void multiply_emulated(const char* op, const Operand& a, const Operand& b, const
   const Tensor left = values(a), right = transposed(values(b));
   const int32_t wide = aoti_torch_dtype_float32();
   const Tensor sums = dtype_code(out) == wide ? out : allocate_shaped(op, "a product in float32", out, wide);
-  if (bias)
-    multiply_add(sums, as_float32(op, *bias), left, right);
+  if (added)
+    multiply_add(sums, as_float32(op, *added), left, right);
   else
     multiply(sums, left, right);
   if (dtype_code(out) != wide) torch::stable::copy_(const_cast<Tensor&>(out), sums);
@@ -244,13 +251,13 @@ Tensor block_scales(const char* op, const Operand& a) {
   return matrix_view(turned, 0, rows, blocks, 1, rows);
 }
 
-// out = a @ b^T + bias by a kept plan of cuBLASLt. False, and nothing is written, where it has none.
-bool multiply_by_plan(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,
-                      const ScaledOptions& options) {
+// out = a @ b^T + added by a kept plan of cuBLASLt. False, and nothing is written, where it has none.
+bool multiply_by_plan(const char* op, const Operand& a, const Operand& b, const OptionalTensor& added,
+                      const Tensor& out, const ScaledOptions& options) {
   const auto factor = [&](const Operand& o) {
     return aligned(op, o.scale ? *o.scale : ones(op, o.data.size(0), o.data));
   };
-  return multiply_scaled_bytes(op, out, a.data, b.data, factor(a), factor(b), bias,
+  return multiply_scaled_bytes(op, out, a.data, b.data, factor(a), factor(b), added,
                                options.activations == Fp8Scaling::row,
                                accumulates_fast(options.accumulate, a.data.size(1), false));
 }
@@ -260,8 +267,10 @@ void multiply_on_card(const char* op, const Operand& a, const Operand& b, const 
   int32_t code = dtype_code(out);
   const bool wide = code == aoti_torch_dtype_float32();
   const bool blocks = options.activations == Fp8Scaling::block;
-  if (!blocks && multiply_by_plan(op, a, b, wide ? std::nullopt : added, out, options)) {
-    if (added && wide) torch::stable::copy_(const_cast<Tensor&>(out), torch::stable::subtract(out, *added, -1.0));
+  const bool behind = added && (wide || is_matrix(added));  // cuBLASLt adds a matrix of 16 bits itself, if it can
+  if (!blocks && !wide && multiply_by_plan(op, a, b, added, out, options)) return;
+  if (!blocks && (wide || behind) && multiply_by_plan(op, a, b, std::nullopt, out, options)) {
+    if (behind) add_behind(out, *added);
     return;
   }
   if (!aoti_torch_cuda__scaled_mm_out)
@@ -276,35 +285,39 @@ void multiply_on_card(const char* op, const Operand& a, const Operand& b, const 
   AtenTensorHandle handle = added ? added->get() : nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_cuda__scaled_mm_out(out.get(), a.data.get(), transposed(b.data).get(),
                                                         scale_a.get(), scale_b.get(),
-                                                        added && !wide ? &handle : nullptr, nullptr, &code,
+                                                        added && !behind ? &handle : nullptr, nullptr, &code,
                                                         accumulates_fast(options.accumulate, a.data.size(1), blocks)));
-  if (added && wide)  // torch adds no bias to a product in float32
-    torch::stable::copy_(const_cast<Tensor&>(out), torch::stable::subtract(out, *added, -1.0));
+  if (behind) add_behind(out, *added);  // torch adds no matrix, and no bias to a product in float32
 }
 #endif
 
-// out = a @ b^T + bias. a may have more rows than out: those that fill up.
-void multiply_scaled(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,
+Tensor filled_up(const char* op, const Tensor& t);
+
+// out = a @ b^T + added. a may have more rows than out: those that fill up.
+void multiply_scaled(const char* op, const Operand& a, const Operand& b, const OptionalTensor& added, const Tensor& out,
                      const ScaledOptions& options) {
   if (out.numel() == 0) return;
   if (a.data.size(0) != out.size(0)) {
     const int64_t sizes[2] = {a.data.size(0), out.size(1)};
     const Tensor more = allocate(op, "a product of whole blocks", sizes, 2, dtype_code(out), out);
-    multiply_scaled(op, a, b, bias, more, options);
+    multiply_scaled(op, a, b, is_matrix(added) ? filled_up(op, *added) : added, more, options);
     torch::stable::copy_(const_cast<Tensor&>(out), matrix_view(more, 0, out.size(0), out.size(1), out.size(1)));
     return;
   }
   // `emulate` is true of the CPU's tensors, the simulated kernels' among them.
   const bool by_kernels = runs_kernels(out) ? !options.emulate || out.is_cpu() : own_product_is_wanted_everywhere();
   if (by_kernels && a.data.size(1) > 0) {
-    OptionalTensor added;
-    if (bias) added = aligned(op, as_contiguous(in_dtype(op, "bias", *bias, dtype_code(out)), op));
-    if (multiply_by_own(op, a, b, added, out, options)) return;
+    OptionalTensor same;
+    if (added) same = aligned(op, as_contiguous(in_dtype(op, "what is added", *added, dtype_code(out)), op));
+    if (multiply_by_own(op, a, b, is_matrix(same) ? std::nullopt : same, out, options)) {
+      if (is_matrix(same)) add_behind(out, *same);
+      return;
+    }
 #ifdef WARPSMITH_CUDA
-    if (out.is_cuda()) return multiply_on_card(op, a, b, added, out, options);
+    if (out.is_cuda()) return multiply_on_card(op, a, b, same, out, options);
 #endif
   }
-  multiply_emulated(op, a, b, bias, out);
+  multiply_emulated(op, a, b, added, out);
 }
 
 // Zeros below the rows, up to a multiple of 16: the terms of the weight's gradient, and the rows of blocks.
@@ -449,12 +462,13 @@ TurnedWeight turned_weight(const char* op, const Tensor& weight, const OptionalT
 
 // What is not wanted is None. Counts and the largest magnitude are those of dy. x: for scales of
 // blocks and for a gradient of what was not cast; else the bytes of x, by the forward. x_turned: bytes of the columns
-// of x, by another layer of it; its scale, and that of the turned weight, of blocks alone.
+// of x, by another layer of it; its scale, and that of the turned weight, of blocks alone. sum: of
+// gradients of x by other layers of it, to which that of this one is added.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor dy_any, OptionalTensor x_any, Tensor weight, OptionalTensor bias, OptionalTensor x_data,
     OptionalTensor x_data_scale, OptionalTensor weight_data, OptionalTensor weight_scale, OptionalTensor turned,
     OptionalTensor turned_scale, OptionalTensor dy_scale, OptionalTensor x_turned, OptionalTensor x_turned_scale,
-    int64_t options_any, bool want_dx, bool want_dweight, bool want_dbias) {
+    int64_t options_any, bool want_dx, bool want_dweight, bool want_dbias, OptionalTensor sum) {
   const char* op = backward_name(LinearOp::scaled_linear);
   const ScaledLayer layer = check_weight(op, weight, dy_any, true);
   check_bias(op, bias, layer.out, dy_any);
@@ -474,6 +488,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   if (by_casts && !blocks && !x_data) refuse(op, "x_data", "a tensor when the weight's gradient is wanted", "None");
   if (want_dbias && !bias) refuse(op, "bias", "a tensor when its gradient is wanted", "None");
   if (x_any) check_rows(op, "x", *x_any, dy_any, layer.in, narrow_dtype(op, "dy", dy_any));
+  if (sum) {
+    check_rows(op, "sum", *sum, dy_any, layer.in, narrow_dtype(op, "dy", dy_any));
+    if (!want_dx) refuse(op, "sum", "None where the gradient of x is not wanted", "a tensor");
+  }
 
   const OnDeviceOf device(dy_any);
   const Tensor rows = adjacent_rows(op, "dy", dy_any);
@@ -510,7 +528,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
         a.data = matrix_view(*c.data, 0, rows.size(0), layer.out, layer.out);
         if (!one) a.scale = matrix_view(*c.scale, 0, rows.size(0), 1, 1);
       }
-      if (to.numel()) multiply_scaled(op, a, b->operand, std::nullopt, to, options);
+      OptionalTensor before;
+      if (sum) before = adjacent_rows(op, "sum", *sum);
+      if (to.numel()) multiply_scaled(op, a, b->operand, before, to, options);
     }
     if (by_casts) {
       const int64_t sizes[2] = {layer.out, layer.in};
@@ -580,8 +600,8 @@ WARPSMITH_OPS(m) {
   m.add(
       "scaled_linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor? bias, Tensor? x_data, Tensor? x_data_scale, "
       "Tensor? weight_data, Tensor? weight_scale, Tensor? turned, Tensor? turned_scale, Tensor? dy_scale, "
-      "Tensor? x_turned, Tensor? x_turned_scale, int options, bool want_dx, bool want_dweight, bool want_dbias) -> "
-      "(Tensor dx, Tensor dweight, Tensor dbias, Tensor counts, Tensor amax, Tensor new_turned, "
+      "Tensor? x_turned, Tensor? x_turned_scale, int options, bool want_dx, bool want_dweight, bool want_dbias, "
+      "Tensor? sum=None) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor counts, Tensor amax, Tensor new_turned, "
       "Tensor new_turned_scale)",
       TORCH_BOX(&backward));
   m.add("scaled_linear_cast(Tensor weight, int scaling, bool power_of_two, bool turned) -> (Tensor data, Tensor scale)",

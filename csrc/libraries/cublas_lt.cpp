@@ -90,7 +90,7 @@ struct Plan {
 };
 
 // What a plan depends on. Not on addresses: their alignment is always taken for 16 bytes.
-using Key = std::array<int64_t, 12>;
+using Key = std::array<int64_t, 13>;
 
 Key key_of(const Product& p) {
   return {p.device,
@@ -104,7 +104,8 @@ Key key_of(const Product& p) {
           static_cast<int64_t>(p.dtype),
           static_cast<int64_t>(p.epilogue),
           static_cast<int64_t>(p.scales),
-          p.a_e5m2 + 2 * p.b_e5m2 + 4 * p.fast};
+          p.a_e5m2 + 2 * p.b_e5m2 + 4 * p.fast,
+          p.addend != nullptr};
 }
 
 // The most recently used plan is the first of the list.
@@ -127,6 +128,12 @@ class Plans {
     if (plans_.size() <= kMostPlans) return;
     by_key_.erase(plans_.back().first);
     plans_.pop_back();
+  }
+
+  // The product is not to be chosen again.
+  void refuse(const Key& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (const auto found = by_key_.find(key); found != by_key_.end()) found->second->second.choice = {};
   }
 
  private:
@@ -264,11 +271,18 @@ Status multiply(void* handle, void* stream, const Product& p, void* workspace, i
     return Status::unsupported("cublasLtMatmul: expected a product that the library has chosen for, got another");
   cublasLtMatmulDescOpaque_t product;
   WARPSMITH_RETURN_IF_FAILED(describe(p, &product));
-  const float alpha = 1, beta = 0;
-  WARPSMITH_CALL(cublasLtMatmul, static_cast<cublasLtHandle_t>(handle), &product, &alpha, p.b.data, &plan.first,
-                 p.a.data, &plan.second, &beta, p.out, &plan.out, p.out, &plan.out, &plan.algorithm, workspace,
-                 static_cast<size_t>(workspace_bytes), static_cast<cudaStream_t>(stream));
-  return {};
+  const float alpha = 1, beta = p.addend ? 1 : 0;
+  const cublasStatus_t code = table().cublasLtMatmul(
+      static_cast<cublasLtHandle_t>(handle), &product, &alpha, p.b.data, &plan.first, p.a.data, &plan.second, &beta,
+      p.addend ? p.addend : p.out, &plan.out, p.out, &plan.out, &plan.algorithm, workspace,
+      static_cast<size_t>(workspace_bytes), static_cast<cudaStream_t>(stream));
+  if (code == CUBLAS_STATUS_SUCCESS) return {};
+  // The heuristic is not told of the addend.
+  if (p.addend && (code == CUBLAS_STATUS_NOT_SUPPORTED || code == CUBLAS_STATUS_INVALID_VALUE)) {
+    plans().refuse(key_of(p));
+    return Status::unsupported("cublasLtMatmul: expected a product without an addend");
+  }
+  return error("cublasLtMatmul", code);
 }
 
 }  // namespace warpsmith::cublas_lt

@@ -47,6 +47,7 @@ struct Product {
   const void *a_scale = nullptr, *b_scale = nullptr;  // float32, on 16 bytes
   bool a_e5m2 = false, b_e5m2 = false;                // else e4m3
   bool fast = false;                                  // sums of 8-bit products in fewer bits
+  const void* addend = nullptr;                       // [rows, columns], contiguous, not out: out = a @ b + addend
 };
 
 // The library's choice for a product: the first of its heuristic, with at most 32 MiB of workspace, and with split-K
@@ -64,7 +65,8 @@ int64_t version();
 
 // handle: torch's. Choices are kept, the least recently used of them go. Makes no call of CUDA.
 Status choose(void* handle, const Product& product, Choice* choice);
-// workspace: of the size that choose() gave.
+// workspace: of the size that choose() gave. A product with an addend that the library refuses after all is
+// `unsupported`, has written nothing, and is not chosen again.
 Status multiply(void* handle, void* stream, const Product& product, void* workspace, int64_t workspace_bytes);
 
 }  // namespace warpsmith::cublas_lt

@@ -65,25 +65,27 @@ inline bool multiply(const char* op, const Tensor& out, const Tensor& a, const T
 
 }  // namespace epilogue_detail
 
-// out = (a @ b^T) scaled + bias, of 8-bit floats: one scale a factor, or with `rows` one a row of each.
+// out = (a @ b^T) scaled + added, of 8-bit floats: one scale a factor, or with `rows` one a row of each. added: a bias
+// or a matrix like out.
 inline bool multiply_scaled_bytes(const char* op, const Tensor& out, const Tensor& a, const Tensor& b,
-                                  const Tensor& a_scale, const Tensor& b_scale, const std::optional<Tensor>& bias,
+                                  const Tensor& a_scale, const Tensor& b_scale, const std::optional<Tensor>& added,
                                   bool rows, bool fast) {
   constexpr int64_t kKnowsRows = 120900;  // the version from which on factors may have scales of rows
   if (!out.is_cuda() || !cublas_lt::available().ok() || (rows && cublas_lt::version() < kKnowsRows)) return false;
   void* handle = epilogue_detail::blas_handle();
   if (!handle) return false;
   const int64_t terms = a.size(1);
+  const bool is_bias = added && added->dim() == 1;
   const auto is_e5m2 = [](const Tensor& t) { return t.scalar_type() == ScalarType::Float8_e5m2; };
   const cublas_lt::Product p{.a = {a.const_data_ptr(), terms, false},
                              .b = {b.const_data_ptr(), terms, true},
                              .out = out.mutable_data_ptr(),
-                             .bias = const_at(bias),
+                             .bias = is_bias ? const_at(added) : nullptr,
                              .aux = nullptr,
                              .rows = out.size(0),
                              .columns = out.size(1),
                              .inner = terms,
-                             .epilogue = bias ? cublas_lt::Epilogue::bias : cublas_lt::Epilogue::none,
+                             .epilogue = is_bias ? cublas_lt::Epilogue::bias : cublas_lt::Epilogue::none,
                              .dtype = float_dtype(op, "out", out),
                              .device = out.get_device_index(),
                              .scales = rows ? cublas_lt::Scales::rows : cublas_lt::Scales::tensor,
@@ -91,15 +93,19 @@ inline bool multiply_scaled_bytes(const char* op, const Tensor& out, const Tenso
                              .b_scale = b_scale.const_data_ptr(),
                              .a_e5m2 = is_e5m2(a),
                              .b_e5m2 = is_e5m2(b),
-                             .fast = fast};
-  if (!on_16_bytes(p.a.data) || !on_16_bytes(p.b.data) || !on_16_bytes(p.out) || !on_16_bytes(p.bias)) return false;
+                             .fast = fast,
+                             .addend = is_bias ? nullptr : const_at(added)};
+  if (!on_16_bytes(p.a.data) || !on_16_bytes(p.b.data) || !on_16_bytes(p.out) || !on_16_bytes(const_at(added)))
+    return false;
   cublas_lt::Choice choice;
   raise_if_failed(op, cublas_lt::choose(handle, p, &choice));
   if (!choice.found) return false;
   std::optional<Tensor> workspace;
   if (choice.workspace_bytes > 0)
     workspace = allocate_vector(op, "workspace in bytes", choice.workspace_bytes, aoti_torch_dtype_uint8(), out);
-  raise_if_failed(op, cublas_lt::multiply(handle, current_stream(out), p, at(workspace), choice.workspace_bytes));
+  const Status made = cublas_lt::multiply(handle, current_stream(out), p, at(workspace), choice.workspace_bytes);
+  if (p.addend && made.kind() == Status::Kind::unsupported) return false;
+  raise_if_failed(op, made);
   return true;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from warpsmith._core.main_grad import PLAIN, is_gathered
 from warpsmith._core.pending import note, note_later, settled
 from warpsmith.ops import _quantize
 from warpsmith.ops._linear import capability, under_autocast
-from warpsmith.ops._shared_casts import BY_ROWS, of_columns, of_rows, place_of, source_of
+from warpsmith.ops._shared_casts import BY_ROWS, let_go, of_columns, of_gradients, of_rows, place_of, source_of
 
 SCALED = "scaled_linear"
 RECIPE = "Fp8Recipe"
@@ -239,6 +240,7 @@ class Steps:
         cls.count += 1
         of_rows.clear()
         of_columns.clear()
+        of_gradients.clear()
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # replays are not counted
             params = [p for g in of.param_groups for p in g["params"]] if isinstance(of, torch.optim.Optimizer) else of
             cls.captured |= any(type(p) is not nn.Parameter for p in params)
@@ -489,6 +491,10 @@ def _fake_backward(a: Any) -> tuple[Tensor | None, ...]:
         checks.refuse(op, "bias", "a tensor when its gradient is wanted", "None")
     if x is not None:
         checks.alike(op, "x", x, dy, (*dy.shape[:-1], columns))
+    if a.sum is not None:
+        checks.alike(op, "sum", a.sum, dy, (*dy.shape[:-1], columns))
+        if not a.want_dx:
+            checks.refuse(op, "sum", "None where the gradient of x is not wanted", "a tensor")
     is_new = by_casts and a.x_turned is None
     return (
         dy.new_empty((*dy.shape[:-1], columns)) if a.want_dx else None,
@@ -527,6 +533,8 @@ _eager_inference = _without_wrapper(raw.scaled_linear_inference.default)
 _eager_backward = _without_wrapper(raw.scaled_linear_backward.default)
 _eager_cast = _without_wrapper(raw.scaled_linear_cast.default)
 _NO_CASTS = (None,) * 4
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # a quarter of the time for one device
 _in_transform, _is_tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 
 
@@ -541,7 +549,7 @@ def layer(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Fp8Recipe, state: Fp8State | None, emulate: bool
 ) -> Tensor:
     """A layer: ``scaled_linear`` of a recipe, a state and a flag that are such."""
-    if not isinstance(x, Tensor) or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+    if not isinstance(x, Tensor) or (_any_autocast() and torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")):
         wide = weight.dtype is torch.float32  # cast to 8 bits as it is
         x, narrow, bias = under_autocast(SCALED, x=x, weight=None if wide else weight, bias=bias)  # type: ignore[assignment]
         weight = weight if wide else narrow  # type: ignore[assignment]
@@ -557,8 +565,15 @@ def in_eager(
     if emulate or not x.is_cuda or not _has_products(recipe.scaling, x.device):
         options += _EMULATE
     stream, training = place_of(weight), torch.is_grad_enabled()
-    if training and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
-        return _apply(x, weight, bias, (recipe, state, options, stream))  # torch asks each argument what it is
+    if training:  # each argument costs: torch asks it what it is
+        if x.requires_grad and not x.is_leaf:  # a leaf's gradients are added by torch: nobody waits for them
+            held, version = of_gradients.held, x._version
+            last = held[3] if held and held[0]() is x and held[2] == version else x
+            y, alias = _apply(last, weight, bias, (recipe, state, options, stream, x))
+            of_gradients.held = weakref.ref(x, let_go), weakref.ref(y, let_go), version, alias
+            return y
+        if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
+            return _apply(x, weight, bias, (recipe, state, options, stream, None))
     return _forward(x, weight, bias, recipe, state, options, stream, training, False)[0]
 
 
@@ -605,12 +620,22 @@ def _forward(
     return y, data, scale if x_scale is None else x_scale, source
 
 
-def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return _NO_CASTS
+def _pass_on(ctx: Any, total: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The backward of a layer whose y has no gradient. torch frees what a node has kept once it has run; a later
+    backward may ask for that of y."""
+    if total is not None and not _keeps_graph():
+        with contextlib.suppress(RuntimeError):  # freed before, or changed: then nobody may ask for it
+            ctx.call = (*ctx.call[:4], *ctx.saved_tensors)
+    return total, None, None, None
+
+
+def _gradients(ctx: Any, dy: Tensor, total: Tensor | None = None) -> tuple[Tensor | None, ...]:
     of_rows.clear()  # layers of one x have all run forward
-    recipe, totals, options, source = ctx.call
-    x, weight, bias, data, scale, dy_scale, *made_of = ctx.saved_tensors
+    of_gradients.clear()
+    recipe, totals, options, source, *kept = ctx.call
+    x, weight, bias, data, scale, dy_scale, *made_of = kept or ctx.saved_tensors
+    if kept and not _keeps_graph():
+        ctx.call = ctx.call[:4]
     want_dx, want_dweight, want_dbias, _ = ctx.needs_input_grad
     plain, stream = not is_batched(dy) and not _in_transform(), place_of(dy)
     casts = _for_dx(weight, recipe, stream) if want_dx else _NO_CASTS
@@ -622,7 +647,8 @@ def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if totals is not None and recipe.is_delayed:
         options += _WATCH
     given = x, weight, bias, data, scale, *casts, dy_scale, *(turned[:2] or (None, None))
-    found = call_raw(_eager_backward, dy, *given, options, want_dx, want_dweight, want_dbias)
+    wanted = want_dx, want_dweight, want_dbias
+    found = call_raw(_eager_backward, dy, *given, options, *wanted, *(() if total is None else (total,)))
     dx, dweight, dbias, counts, amax, *new = found
     if finds and not turned:
         of_columns.keep(of, stream, recipe.how, *new, *(() if source is None else (data, scale)))
@@ -636,10 +662,15 @@ def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     return dx, dweight, dbias, None
 
 
+_gradients_once = _once(SCALED, _gradients)
+
+
 class _Eager(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Any) -> Tensor:
-        recipe, state, options, stream = call
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Any) -> Any:
+        """of: x, where the gradient of `x`, it or an alias, is a sum; then another alias is given beside y."""
+        recipe, state, options, stream, of = call
+        x = x if of is None else of
         y, data, scale, source = _forward(x, weight, bias, recipe, state, options, stream, True, True)
         # The totals as they are now: a layer that is moved gets others.
         totals, dy_scale = (None, None) if state is None else (state.totals(), state.dy_scale)
@@ -654,9 +685,13 @@ class _Eager(torch.autograd.Function):
         else:
             ctx.save_for_backward(None, weight, bias, data, scale, dy_scale)
         ctx.set_materialize_grads(False)  # zeros would cost kernels, and their share of every gradient
-        return y
+        return y if of is None else (y, of.detach())
 
-    backward = staticmethod(_once(SCALED, _gradients))
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, total: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return _pass_on(ctx, total)
+        return _gradients(ctx, dy, total) if not torch.is_grad_enabled() else _gradients_once(ctx, dy, total)
 
 
 _Eager.__name__ = _Eager.__qualname__ = SCALED

@@ -70,6 +70,29 @@ def _nobody() -> None:
 
 of_rows, of_columns = _Shared(), _Shared()
 
+
+class _Chain:
+    """The last layer that read a tensor x with a gradient: an alias of x, which this layer gave beside its y. The next
+    layer of x gets the alias as its input. So this layer is given the sum of the later ones' gradients, and its product
+    adds it to its own."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.held: tuple[Any, ...] = ()  # weak references to x and y, the version of x, the alias
+
+
+of_gradients = _Chain()
+
+
+def let_go(dead: Any) -> None:
+    """The alias holds a graph and the memory of x, so it goes with x and with y."""
+    held = of_gradients.held
+    if held and (dead is held[0] or dead is held[1]):
+        of_gradients.clear()
+
+
 _quantize = _without_wrapper(raw.quantize_fp8.default)
 _kept_anyway: Any = _nobody  # the last result that its own backward reads
 
