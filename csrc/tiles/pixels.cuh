@@ -109,54 +109,6 @@ __device__ __forceinline__ void add_turn(Moments<N>& m, const Packed<T, N> (&x)[
   }
 }
 
-// The sums of all rows of a thread, and how many they are: `from` is the first, of U in a turn `step` rows apart, and
-// turns are `turn_rows` apart; `left` rows from the first on are there, so that a turn that is not the last is whole.
-// center(x, rows, k) says what is subtracted, from the first turn. The loads of the next turn are in flight while one
-// is added.
-template <int U, class T, int N, class Center>
-__device__ __forceinline__ int moments_of_rows(Moments<N>& m, const Packed<T, N>* from, int64_t stride_vectors,
-                                               int step, int64_t turn_rows, int64_t left, const Center& center) {
-  Packed<T, N> x[U], next[U];
-  int count = 0;
-  const auto load = [&](Packed<T, N>(&to)[U]) {
-    load_rows<T, N>(to, from, stride_vectors, 0, 0, step, left);
-    from += turn_rows * stride_vectors;
-  };
-  const auto there = [&] {
-    int rows = 0;
-#pragma unroll
-    for (int u = 0; u < U; ++u) rows += u * step < left;
-    return rows;
-  };
-  load(x);
-  const int rows = there();
-#pragma unroll
-  for (int k = 0; k < N; ++k) m.center[k] = center(x, rows, k);
-  const auto add = [&](Packed<T, N>(&x)[U], Packed<T, N>(&next)[U]) {
-    left -= turn_rows;
-    load(next);
-    add_turn<true, T, N>(m, x, U);
-    count += U;
-  };
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // ptxas spills two registers of sm_80's otherwise
-  while (left > 2 * turn_rows) {
-    add(x, next);
-    add(next, x);
-  }
-#endif
-  while (left > turn_rows) {
-    add(x, next);
-#pragma unroll
-    for (int u = 0; u < U; ++u) x[u] = next[u];
-  }
-  if (left > 0) {
-    const int last = there();
-    add_turn<false, T, N>(m, x, last);
-    count += last;
-  }
-  return count;
-}
-
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= std::numeric_limits<float>::max(); }
 
 }  // namespace warpsmith::tiles

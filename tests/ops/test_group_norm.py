@@ -262,7 +262,7 @@ SETS = {  # samples, pixels, channels, groups, dtype, multiprocessors: blocks th
     "one_range": (1, 9000, 24, 3, FP32, 64, 53),
     "more_blocks_than_parts_of_a_group": (1, 9000, 16, 16, FP32, 64, 35),
     "groups_that_no_vector_divides": (2, 5000, 40, 4, BF16, 16, 16),
-    "several_ranges": (1, 4000, 64, 32, FP32, 64, 62),
+    "several_ranges": (1, 4000, 64, 32, FP32, 64, 15),
     "tiles_of_a_group": (2, 300, 1032, 1, FP32, 16, 5),
     "several_waves": (6, 6000, 24, 3, FP32, 8, 5),
 }

@@ -69,16 +69,53 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNorm
   int count = 0;
   if (at.here) {
     Moments<N> m;
-    const int64_t row = at.slice * t.rows_a_turn + at.row;
-    const auto center = [&](const Packed<T, N>(&x)[U], int rows, int k) {
+    Packed<T, N> x[U], next[U];
+    const int64_t rows_on = t.rows_a_turn * t.slices, row = at.slice * t.rows_a_turn + at.row;
+    const Packed<T, N>* from = vector_at<T, N>(p.x, row * p.x_stride + at.vector);
+    int64_t left = t.rows - row;  // rows from this thread's first of a turn on; a turn that is not the last is whole
+    const auto load = [&](Packed<T, N>(&to)[U]) {
+      load_rows<T, N>(to, from, p.x_stride, 0, 0, at.rows_together, left);
+      from += rows_on * p.x_stride;
+    };
+    const auto there = [&] {
+      int rows = 0;
+#pragma unroll
+      for (int u = 0; u < U; ++u) rows += u * at.rows_together < left;
+      return rows;
+    };
+    load(x);
+    const int rows = there();
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
       const float shift = shift_of<T>(p.x, at.column + k);
       float sum = 0;
 #pragma unroll
       for (int u = 0; u < U; ++u) sum += u < rows ? element<T, N>(x[u], k) - shift : 0.0f;
-      return shift + sum / static_cast<float>(max(rows, 1));
+      m.center[k] = shift + sum / static_cast<float>(max(rows, 1));
+    }
+    // The loads of the next turn are in flight while this one is added.
+    const auto add = [&](Packed<T, N>(&x)[U], Packed<T, N>(&next)[U]) {
+      left -= rows_on;
+      load(next);
+      add_turn<true, T, N>(m, x, U);
+      count += U;
     };
-    count = moments_of_rows<U, T, N>(m, vector_at<T, N>(p.x, row * p.x_stride + at.vector), p.x_stride,
-                                     at.rows_together, t.rows_a_turn * t.slices, t.rows - row, center);
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // ptxas spills two registers of sm_80's otherwise
+    while (left > 2 * rows_on) {
+      add(x, next);
+      add(next, x);
+    }
+#endif
+    while (left > rows_on) {
+      add(x, next);
+#pragma unroll
+      for (int u = 0; u < U; ++u) x[u] = next[u];
+    }
+    if (left > 0) {
+      const int last = there();
+      add_turn<false, T, N>(m, x, last);
+      count += last;
+    }
     const float reciprocal = 1.0f / static_cast<float>(max(count, 1));
     bool beyond = false;
 #pragma unroll

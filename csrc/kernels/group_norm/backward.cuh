@@ -18,8 +18,7 @@ struct BackwardParams {
   Dtype weight_dtype;
 };
 
-// Both passes have the rows of two tensors in a turn.
-constexpr int kRowsATurn = 2;
+constexpr int kRowsOfBoth = 2;  // in a turn, of dy and of x
 
 // A thread's channels, as both passes need them. Of no kernel that still runs.
 template <bool kSilu, int N> struct Channels {
@@ -58,7 +57,7 @@ struct alignas(8) Affine {
 
 template <class T, int N, bool kSilu> __global__ void __launch_bounds__(kThreads, kGroupNormResident)
     sums(BackwardParams p) {
-  constexpr int U = kRowsATurn, kChannels = kGroupNormLanes * N;
+  constexpr int U = kRowsOfBoth, kChannels = kGroupNormLanes * N;
   WARPSMITH_DYNAMIC_SHARED(memory);
   WARPSMITH_SHARED(Sums, totals, kThreads);
   WARPSMITH_SHARED(Affine, affine, kChannels);
@@ -156,7 +155,7 @@ struct Means {
 
 template <class T, int N, bool kSilu> __global__ void __launch_bounds__(kThreads, kGroupNormResident)
     gradients(BackwardParams p) {
-  constexpr int U = kRowsATurn;
+  constexpr int U = kRowsOfBoth;
   WARPSMITH_DYNAMIC_SHARED(memory);
   WARPSMITH_SHARED(Sums, totals, kThreads);
   device::launch_dependents();

@@ -16,6 +16,8 @@ struct ForwardParams {
   Dtype weight_dtype;
 };
 
+constexpr int kRowsOfX = 4;  // in a turn
+
 // The sums of x and of its square over a thread's rows of the channel `k` of its vector, in double: where those in
 // float are not finite.
 template <class T, int N> __device__ Sums add_in_double(const ForwardParams& p, const Place<N>& at, int k) {
@@ -30,31 +32,55 @@ template <class T, int N> __device__ Sums add_in_double(const ForwardParams& p, 
 }
 
 template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNormResident) statistics(ForwardParams p) {
-  constexpr int U = 8;
-  WARPSMITH_SHARED(Sums, of_threads, kApart * N);
+  constexpr int U = kRowsOfX;
+  WARPSMITH_DYNAMIC_SHARED(memory);
   WARPSMITH_SHARED(Sums, totals, kThreads);
+  Sums* const of_threads = reinterpret_cast<Sums*>(memory);  // after the rows, in their place
+  static_assert(kApart * N * sizeof(Sums) <= kRingBytes<T, N>);
   device::launch_dependents();
   const Ranges& r = p.ranges;
   const Place<N> at(r);
   Sums of_channels[N] = {};
   if (at.here) {
+    Rows<T, N, 1, U, 1, device::Cache::keep> rows(memory, at, {p.x}, {p.x_stride});
     Moments<N> m;
-    const auto center = [](const Packed<T, N>(&x)[U], int rows, int k) {
-      float sum = 0;
+    bool begun = false;
+    rows.each_turn([&](int left) {
+      Packed<T, N> x[U];
+      rows.ring.take(x, 0);
+      if (!begun) {
+        const float part = 1.0f / static_cast<float>(min(left, U));
 #pragma unroll
-      for (int u = 0; u < U; ++u) sum += element<T, N>(x[u], k);  // behind the last row 0
-      return sum / static_cast<float>(max(rows, 1));
-    };
-    const int count =
-        moments_of_rows<U, T, N>(m, vector_at<T, N>(p.x, at.first * p.x_stride + at.vector), p.x_stride,
-                                 at.rows_together, int64_t{U} * at.rows_together, at.end - at.first, center);
+        for (int k = 0; k < N; ++k) {
+          float sum = 0;
+#pragma unroll
+          for (int u = 0; u < U; ++u) sum += element<T, N>(x[u], k);  // behind the last row 0
+          m.center[k] = sum * part;
+        }
+        begun = true;
+      }
+      if (left >= U)
+        add_turn<true, T, N>(m, x, U);
+      else
+        add_turn<false, T, N>(m, x, left);
+    });
+    device::copy_async_wait<0>();
+    bool beyond = false;  // float
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const double all = count, center_of = m.center[k], sum = m.sum[k];
+      const double all = rows.rows, center_of = begun ? m.center[k] : 0.0f, sum = m.sum[k];
       of_channels[k] = {all * center_of + sum, m.square[k] + center_of * (2 * sum + all * center_of)};
-      if (!is_finite(m.square[k])) of_channels[k] = add_in_double<T>(p, at, k);
+      beyond = beyond || !is_finite(m.square[k]);
+    }
+#pragma unroll 1
+    for (int channel = beyond ? 0 : N; channel < N; ++channel) {
+      const Sums again = add_in_double<T>(p, at, channel);
+#pragma unroll
+      for (int k = 0; k < N; ++k)
+        if (k == channel) of_channels[k] = again;
     }
   }
+  __syncthreads();
   // A thread's sums of groups, from its first one on; then those of the block.
   const int group_width = static_cast<int>(min(r.group, int64_t{at.lanes} * N)), thread = static_cast<int>(threadIdx.x);
   Sums of_group{};
@@ -85,7 +111,7 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
 
 template <class T, int N, bool kSilu> __global__ void __launch_bounds__(kThreads, kGroupNormResident)
     normalize(ForwardParams p) {
-  constexpr int U = 4;
+  constexpr int U = kRowsOfX;
   WARPSMITH_DYNAMIC_SHARED(memory);
   WARPSMITH_SHARED(Sums, totals, kThreads);
   WARPSMITH_SHARED(float, means, kThreads);

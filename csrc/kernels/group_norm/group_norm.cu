@@ -40,7 +40,7 @@ Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c, void* sums) 
 // after: the kernel waits for the one before it by itself.
 template <class Params> Status launch_pass(void (*kernel)(Params), const GroupNormShape& shape,
                                            const GroupNormConfig& c, bool after, const Params& p, void* stream,
-                                           size_t ring_bytes = 0) {
+                                           size_t ring_bytes) {
   LaunchConfig config{
       .grid = static_cast<unsigned>(c.blocks(shape.samples)), .block = kThreads, .dynamic_shared_bytes = ring_bytes};
   if (after) WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
@@ -79,7 +79,7 @@ Status group_norm_forward_cuda(const GroupNormForwardParams& p, void* stream) {
                         .eps = p.eps,
                         .weight_dtype = p.weight_dtype};
   return visit_vectors(p.dtype, c.vector_elems, [&]<class T, int N>() {
-    WARPSMITH_RETURN_IF_FAILED(launch_pass(statistics<T, N>, p, c, false, f, stream));
+    WARPSMITH_RETURN_IF_FAILED(launch_pass(statistics<T, N>, p, c, false, f, stream, kRingBytes<T, N>));
     const auto kernel = p.silu ? &normalize<T, N, true> : &normalize<T, N, false>;
     return launch_pass(kernel, p, c, true, f, stream, kRingBytes<T, N>);
   });
