@@ -367,7 +367,7 @@ SEVERAL = (
     ("sums_of_a_set_read_before_all_are_there", "group_norm/forward.cuh", "device::wait_for_previous_kernel();", ";",
      "ops/test_group_norm.py -k blocks_of_a_set", "before wait_for_previous_kernel()"),
     ("second_group_of_a_vector_taken_for_its_first", "group_norm/forward.cuh", "before = @i == 0", "false",
-     "ops/test_group_norm.py -k 'sim- and error_law and 40-bfloat16'", "out: error"),
+     "ops/test_group_norm.py -k 'sim- and error_law and 40-bfloat16'", "output: error"),
     ("reciprocal_of_a_product_beyond_float", "group_norm/silu.cuh", "within && @product < 0x1p126f", "true",
      "ops/test_group_norm.py -k 'far_below_zero and sim'", "test_silu_far_below"),
     ("silu_computed_again_without_the_bias", "group_norm/backward.cuh", "(bias, @kSilu ? p.bias : nullptr", "nullptr",
