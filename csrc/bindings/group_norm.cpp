@@ -29,22 +29,6 @@ void set_shape(GroupNormShape& p, const Pixels& x, const Tensor& like, int64_t g
   p.silu = silu;
 }
 
-// Plans a kernel and allocates what its blocks need to meet.
-struct Meeting {
-  OptionalTensor sums, flags;
-  template <class Params> Status plan(const char* op, Params* p, bool backward, const Tensor& like, int64_t* slices) {
-    GroupNormPlan plan;
-    WARPSMITH_RETURN_IF_FAILED(group_norm_plan_cuda(*p, backward, &plan));
-    *slices = plan.slices;
-    if (plan.flags == 0) return {};
-    sums = allocate_vector(op, "sums of blocks", plan.sums, aoti_torch_dtype_float64(), like);
-    flags = allocate_vector(op, "flags of sums", plan.flags, aoti_torch_dtype_int32(), like);
-    torch::stable::zero_(*flags);
-    p->meeting = {at(sums), static_cast<int*>(at(flags))};
-    return {};
-  }
-};
-
 struct Outputs {
   Tensor y, mean, rstd;
 };
@@ -79,12 +63,14 @@ Outputs forward_of(const Tensor& x_any, int64_t groups, const OptionalTensor& we
   p.mean = out.mean.mutable_data_ptr();
   p.rstd = out.rstd.mutable_data_ptr();
   p.eps = eps;
-  Meeting meeting;
+  OptionalTensor sums;
   run_on(
       kForward, x_any,
       [&](void* stream) {
-        int64_t slices = 0;
-        WARPSMITH_RETURN_IF_FAILED(meeting.plan(kForward, &p, false, x_any, &slices));
+        GroupNormPlan plan;
+        WARPSMITH_RETURN_IF_FAILED(group_norm_plan_cuda(p, false, &plan));
+        sums = allocate_vector(kForward, "sums of blocks", plan.sums, aoti_torch_dtype_float64(), x_any);
+        p.sums = at(sums);
         return group_norm_forward_cuda(p, stream);
       },
       [&](const Parallel& threads) { return group_norm_forward_cpu(p, threads); });
@@ -143,8 +129,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy_any, Tensor x_any, int64_t
   if (want_dx) p.dx = dx.mutable_data_ptr();
   if (want_dweight) p.dweight = dweight.mutable_data_ptr();
   if (want_dbias) p.dbias = dbias.mutable_data_ptr();
-  OptionalTensor partials;
-  Meeting meeting;
+  OptionalTensor partials, sums;
   const auto with_partials = [&](int64_t slices) {
     const int64_t sizes[3] = {2, slices, p.channels};
     partials = allocate(kBackward, "partial sums", sizes, 3, aoti_torch_dtype_float64(), x_any);
@@ -153,9 +138,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy_any, Tensor x_any, int64_t
   run_on(
       kBackward, x_any,
       [&](void* stream) {
-        int64_t slices = 0;
-        WARPSMITH_RETURN_IF_FAILED(meeting.plan(kBackward, &p, true, x_any, &slices));
-        if (p.dweight || p.dbias) with_partials(slices);
+        GroupNormPlan plan;
+        WARPSMITH_RETURN_IF_FAILED(group_norm_plan_cuda(p, true, &plan));
+        if (p.dx) sums = allocate_vector(kBackward, "sums of blocks", plan.sums, aoti_torch_dtype_float64(), x_any);
+        p.sums = at(sums);
+        if (p.dweight || p.dbias) with_partials(plan.slices);
         return group_norm_backward_cuda(p, stream);
       },
       [&](const Parallel& threads) {

@@ -19,7 +19,6 @@ struct LaunchConfig {
                                         // device::wait_for_previous_kernel() before it reads what that one wrote
   bool bulk_copies = false;             // the kernel cannot work without bulk copies, mbarriers or st.async
   bool cooperative = false;             // every block resident at once, or the launch fails
-  unsigned together = 1;                // blocks that wait for each other: as many that begin one after the other
 };
 
 // What a chooser may ask about the current device. The device's own compute capability is left out: what counts is the

@@ -9,8 +9,8 @@ pybind11::dict describe(const GroupNormProblem& p) {
   const GroupNormConfig c = choose_group_norm(p);
   return pybind11::dict("vector_elems"_a = c.vector_elems, "threads"_a = kGroupNormThreads,
                         "threads_a_pixel"_a = c.lanes, "ranges"_a = c.ranges,
-                        "range_channels"_a = c.vectors * c.vector_elems, "set"_a = c.set, "turns_kept"_a = c.slots,
-                        "blocks"_a = c.sets * c.set);
+                        "range_channels"_a = c.vectors * c.vector_elems, "tiles"_a = c.tiles, "set"_a = c.set,
+                        "blocks"_a = c.blocks(p.samples));
 }
 
 pybind11::dict plan(const pybind11::kwargs& given) {

@@ -207,8 +207,7 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
   // The thread sanitizer's barriers cost the square of the threads at once. One block at a time would be too few:
   // blocks that run in turn on the same stacks are ordered by these.
   const uint64_t most = kThreadSanitizer && threads_of(c) >= 256 ? 2 : 3;
-  const uint64_t at_once =
-      c.cooperative ? clusters : c.together * (machine.options.seed ? 1 + random_bits() % most : 1);
+  const uint64_t at_once = c.cooperative ? clusters : machine.options.seed ? 1 + random_bits() % most : 1;
   // By seed, another order of the clusters: start anywhere and step by a number without common factor.
   uint64_t step = 1, position = 0;
   if (machine.options.seed) {

@@ -81,49 +81,48 @@ CASES = [
 
 
 def floor(case):
-    """Each tensor once: shared memory keeps what the cases of the table need again."""
+    """Each tensor once."""
     size = case.dtype.itemsize * torch.Size(case.shape).numel()
     return {"forward": 2 * size, "backward": 3 * size}
 
 
 def bytes_beside(case, given):
-    """A block reads the parameters of its channels once, backward with the statistics. It writes two sums of each
-    channel, which are read once, and to its set two of each group, which every block of it reads. All tiles of a group
-    but the last are read twice."""
+    """Both directions read what they read twice, and two sums of each group, which each block of the first pass writes
+    and each of the second reads of all blocks of its range. Each thread reads its channels' parameters once, backward
+    with the statistics and in both passes. A block writes two sums of each channel, which are read once."""
     samples, channels, itemsize = case.shape[0], case.shape[-1], case.dtype.itemsize
-    pixels = torch.Size(case.shape[1:-1]).numel()
-    kinds = {"samples": samples, "pixels": pixels, "channels": channels, "groups": given["num_groups"]}
+    pixels, groups = torch.Size(case.shape[1:-1]).numel(), given["num_groups"]
+    kinds = {"samples": samples, "pixels": pixels, "channels": channels, "groups": groups}
     plan = sim.plan("group_norm", **kinds, dtype=str(case.dtype).removeprefix("torch."))
-    of_channel = sum(itemsize * (given[n] is not None) for n in ("weight", "bias"))
-    sums = 8 * ((given["weight"] is not None) + (given["bias"] is not None))
-    needs_bias = given["activation"] is not None
+    size = itemsize * samples * pixels * channels
 
-    def tables(kind, bytes_of_channel):
-        plan_of = plan[kind]
-        tile = plan_of["threads_a_pixel"] * plan_of["vector_elems"]
-        last = (plan_of["range_channels"] - 1) % tile + 1
-        again = plan_of["ranges"] * (plan_of["range_channels"] - last)  # of a sample, channels
-        tensors = 1 if kind == "forward" else 2
-        return samples * (plan_of["set"] * bytes_of_channel(channels, again) + tensors * itemsize * pixels * again)
-
-    def meeting(kind):
-        blocks = plan[kind]["set"]
-        written = 16 * samples * given["num_groups"] * blocks * (blocks > 1)
+    def met(kind):
+        blocks = plan[kind]["set"] * plan[kind]["tiles"]
+        written = 16 * samples * groups * blocks
         return written * blocks, written
 
+    def of_threads(kind, bytes_of_channel, all_threads):
+        of, blocks = plan[kind], samples * plan[kind]["set"]
+        side = of["threads"] // of["threads_a_pixel"]
+        threads = of["blocks"] * of["threads"] * of["vector_elems"] if all_threads else blocks * side * channels
+        return bytes_of_channel * threads
+
     weight, bias = (itemsize * (given[n] is not None) for n in ("weight", "bias"))
-    backward = samples * plan["backward"]["set"] * channels
-    of_table = 8 + weight + bias * needs_bias
+    of_channel = 8 + weight + bias * (given["activation"] is not None)
+    sums = 8 * ((given["weight"] is not None) + (given["bias"] is not None))
+    partials = samples * plan["backward"]["set"] * channels
+    (read, written), (read_back, written_back) = met("forward"), met("backward")
+    read_back += of_threads("backward", of_channel, False) + of_threads("backward", of_channel, True)
     return {
         "forward": (
-            tables("forward", lambda c, again: c * of_channel) + meeting("forward")[0],
-            8 * samples * given["num_groups"] + meeting("forward")[1],
+            size + read + of_threads("forward", weight + bias, True),
+            8 * samples * groups + written,
         ),
         "backward": (
-            tables("backward", lambda c, again: (c + again) * of_table) + sums * backward + meeting("backward")[0],
-            16 * backward * (sums > 0) + channels * (weight + bias) + meeting("backward")[1],
+            2 * size + sums * partials + read_back,
+            16 * partials * (sums > 0) + channels * (weight + bias) + written_back,
         ),
-        "x alone": (0, meeting("backward")[1]),
+        "x alone": (0, written_back),
     }
 
 
@@ -252,15 +251,20 @@ def test_torchs_function_takes_channels_last(pixels):
 def test_plan_says_how_a_sample_is_shared():
     plan = warpsmith.plan("group_norm", samples=16, pixels=64 * 64, channels=320, groups=32)
     assert plan["forward"]["range_channels"] % 40 == 0 and plan["forward"]["blocks"] >= 0.9 * 2 * 132
-    assert plan["backward"]["range_channels"] <= plan["forward"]["range_channels"]
+    small = warpsmith.plan("group_norm", samples=16, pixels=16 * 16, channels=1280, groups=32)
+    assert all(small[kind]["blocks"] >= 0.9 * 2 * 132 for kind in ("forward", "backward"))
+    one = warpsmith.plan("group_norm", samples=1, pixels=256 * 256, channels=128, groups=32)["forward"]
+    assert one["ranges"] > 1 and one["set"] * one["range_channels"] // 4 <= 1024  # groups whose sums a block reads
 
 
-SETS = {  # samples, pixels, channels, groups, dtype, multiprocessors: blocks of a set
-    "one_block": (1, 700, 24, 3, FP32, 1, 1),
-    "one_range": (1, 9000, 24, 3, FP32, 64, 16),
-    "ranges_of_several_groups": (2, 5000, 40, 4, BF16, 16, 4),
-    "several_ranges_of_which_all_is_kept": (6, 3000, 24, 3, FP32, 8, 2),
-    "several_ranges": (6, 6000, 24, 3, FP32, 8, 2),
+SETS = {  # samples, pixels, channels, groups, dtype, multiprocessors: blocks that share a range
+    "one_block": (1, 100, 24, 3, FP32, 1, 1),
+    "one_range": (1, 9000, 24, 3, FP32, 64, 53),
+    "more_blocks_than_parts_of_a_group": (1, 9000, 16, 16, FP32, 64, 35),
+    "groups_that_no_vector_divides": (2, 5000, 40, 4, BF16, 16, 16),
+    "several_ranges": (1, 4000, 64, 32, FP32, 64, 15),
+    "tiles_of_a_group": (2, 300, 1032, 1, FP32, 16, 5),
+    "several_waves": (6, 6000, 24, 3, FP32, 8, 5),
 }
 
 

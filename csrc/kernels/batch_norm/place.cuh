@@ -1,7 +1,6 @@
 #pragma once
-#include "device/async_copy.h"
 #include "kernels/batch_norm/batch_norm.h"
-#include "tiles/pixels.cuh"
+#include "tiles/row_ring.cuh"
 
 // Where a thread works, and what all passes over activations share.
 namespace warpsmith::batch_norm {
@@ -38,48 +37,10 @@ template <int N> struct Place {
   }
 };
 
-// Rows on their way to shared memory, in a ring of stages. A thread reads back what it copied itself: no barriers, and
-// loads stay in flight while a turn is computed, without registers for them.
-constexpr int kRowsAStage = BatchNormTogether::sums, kRingSlots = 16;  // of vectors, a thread
+constexpr int kRowsAStage = BatchNormTogether::sums;
 static_assert(BatchNormTogether::normalize == kRowsAStage && BatchNormTogether::gradients == kRowsAStage);
-template <class T, int N> constexpr int kRingBytes = kRingSlots * kThreads * static_cast<int>(sizeof(Packed<T, N>));
-
-// kTensors: whose rows lie in a stage side by side.
-template <class T, int N, int kTensors> struct Ring {
-  static constexpr int U = kRowsAStage, kStages = kRingSlots / (U * kTensors);
-  Packed<T, N>* own;
-  int stage = 0;
-
-  __device__ __forceinline__ explicit Ring(unsigned char* memory)
-      : own(reinterpret_cast<Packed<T, N>*>(memory) + threadIdx.x) {}
-  __device__ __forceinline__ Packed<T, N>* slot(int tensor, int u) const {
-    return own + ((stage * kTensors + tensor) * U + u) * kThreads;
-  }
-  // Begins to copy the rows of a tensor, as load_rows loads them, to the present stage.
-  __device__ __forceinline__ void copy(int tensor, const void* base, int64_t stride_vectors, int64_t vector,
-                                       int64_t first, int step, int64_t rows) const {
-    const auto* from = vector_at<T, N>(base, first * stride_vectors + vector);
-    int64_t left = rows - first;
-#pragma unroll
-    for (int u = 0; u < U; ++u, from += step * stride_vectors, left -= step) {
-      if constexpr (sizeof(Packed<T, N>) == 16)
-        device::copy_async<16>(slot(tensor, u), from, left > 0);
-      else
-        *slot(tensor, u) = left > 0 ? device::load(from) : Packed<T, N>{};
-    }
-  }
-  // The copies to a stage are begun; the oldest stage is the next one.
-  __device__ __forceinline__ void copied() {
-    device::copy_async_commit();
-    stage = stage + 1 < kStages ? stage + 1 : 0;
-  }
-  // Waits for the oldest stage.
-  __device__ __forceinline__ void wait() const { device::copy_async_wait<kStages - 1>(); }
-  __device__ __forceinline__ void take(Packed<T, N> (&to)[U], int tensor) const {
-#pragma unroll
-    for (int u = 0; u < U; ++u) to[u] = *slot(tensor, u);
-  }
-};
+static_assert(kThreads == kRingThreads);
+template <class T, int N, int kTensors> using Ring = RowRing<T, N, kTensors, kRowsAStage>;
 
 // Sums of the threads of a block over each of its channels, of two values a thread and channel: add(place, sum, square)
 // adds those at `place` in the order of threads. Every thread takes N rows of a channel, then one thread all of these.

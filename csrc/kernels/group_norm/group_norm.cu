@@ -17,42 +17,33 @@ Status config_of(const GroupNormShape& p, int tensors, GroupNormConfig* out) {
   if (p.dtype == Dtype::float64) return no_cuda_kernel(p.dtype);
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
-  *out = choose_group_norm({p.samples, p.pixels, p.channels, p.groups, size_bytes(p.dtype), device.multiprocessors,
-                            tensors, device.max_dynamic_shared_bytes});
+  *out = choose_group_norm(
+      {p.samples, p.pixels, p.channels, p.groups, size_bytes(p.dtype), device.multiprocessors, tensors});
   return {};
 }
 
-// Two, or one where a set has one range.
-int kept_of(const GroupNormShape& p, const GroupNormConfig& c) { return p.samples * c.ranges > c.sets ? 2 : 1; }
-
-Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c, const GroupNormMeeting& meeting) {
-  return {.count = p.samples * c.ranges,
-          .of_sample = c.ranges,
-          .pixels = p.pixels,
+Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c, void* sums) {
+  return {.pixels = p.pixels,
           .block_pixels = ceil_div(p.pixels, int64_t{c.set}),
-          .vectors = c.vectors,
           .channels = p.channels,
           .groups = p.groups,
+          .vectors = c.vectors,
           .group = p.group(),
+          .sums = static_cast<Sums*>(sums),
+          .count = static_cast<unsigned>(c.ranges),
+          .set = static_cast<unsigned>(c.set),
+          .tiles = static_cast<unsigned>(c.tiles),
           .lanes = c.lanes,
-          .set = c.set,
-          .sets = static_cast<int>(c.sets),
-          .slots = c.slots,
-          .sums = static_cast<double*>(meeting.sums),
-          .flags = meeting.flags,
-          .kept = kept_of(p, c)};
+          .range_groups = static_cast<int>(p.groups / c.ranges)};
 }
 
-template <class Params>
-Status launch_sets(void (*kernel)(Params), const Params& p, const GroupNormConfig& c, void* stream) {
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(c.sets * c.set);
-  config.block.x = kThreads;
-  config.dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes);
-  if (c.set > 1) {  // the kernel before has cleared the flags
-    config.together = static_cast<unsigned>(c.set);
-    WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
-  }
+// after: the kernel waits for the one before it by itself.
+template <class Params> Status launch_pass(void (*kernel)(Params), const GroupNormShape& shape,
+                                           const GroupNormConfig& c, bool after, const Params& p, void* stream,
+                                           size_t ring_bytes) {
+  LaunchConfig config{
+      .grid = static_cast<unsigned>(c.blocks(shape.samples)), .block = kThreads, .dynamic_shared_bytes = ring_bytes};
+  if (after) WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
   return launch(kernel, config, stream, p);
 }
 
@@ -70,10 +61,7 @@ Status group_norm_plan_cuda(const GroupNormShape& p, bool backward, GroupNormPla
   GroupNormConfig c;
   WARPSMITH_RETURN_IF_FAILED(config_of(p, backward ? 2 : 1, &c));
   plan->slices = p.samples * c.set;
-  if (c.set == 1) return {};
-  const int64_t groups = c.vectors > kLanes ? 1 : c.vectors * c.vector_elems / p.group();
-  plan->sums = c.sets * kept_of(p, c) * c.set * 2 * groups;
-  plan->flags = 1 + c.sets * c.set;
+  plan->sums = 2 * plan->slices * c.tiles * p.groups;
   return {};
 }
 
@@ -87,12 +75,14 @@ Status group_norm_forward_cuda(const GroupNormForwardParams& p, void* stream) {
                         .mean = static_cast<float*>(p.mean),
                         .rstd = static_cast<float*>(p.rstd),
                         .x_stride = p.x_stride / c.vector_elems,
-                        .ranges = ranges_of(p, c, p.meeting),
+                        .ranges = ranges_of(p, c, p.sums),
                         .eps = p.eps,
-                        .weight_dtype = p.weight_dtype,
-                        .silu = p.silu};
-  return visit_vectors(p.dtype, c.vector_elems,
-                       [&]<class T, int N>() { return launch_sets(forward<T, N>, f, c, stream); });
+                        .weight_dtype = p.weight_dtype};
+  return visit_vectors(p.dtype, c.vector_elems, [&]<class T, int N>() {
+    WARPSMITH_RETURN_IF_FAILED(launch_pass(statistics<T, N>, p, c, false, f, stream, kRingBytes<T, N>));
+    const auto kernel = p.silu ? &normalize<T, N, true> : &normalize<T, N, false>;
+    return launch_pass(kernel, p, c, true, f, stream, kRingBytes<T, N>);
+  });
 }
 
 Status group_norm_backward_cuda(const GroupNormBackwardParams& p, void* stream) {
@@ -110,12 +100,16 @@ Status group_norm_backward_cuda(const GroupNormBackwardParams& p, void* stream) 
                          .partials = partials,
                          .dy_stride = p.dy_stride / c.vector_elems,
                          .x_stride = p.x_stride / c.vector_elems,
-                         .ranges = ranges_of(p, c, p.meeting),
+                         .ranges = ranges_of(p, c, p.sums),
                          .slices = slices,
-                         .weight_dtype = p.weight_dtype,
-                         .silu = p.silu};
-  WARPSMITH_RETURN_IF_FAILED(visit_vectors(
-      p.dtype, c.vector_elems, [&]<class T, int N>() { return launch_sets(backward<T, N>, b, c, stream); }));
+                         .weight_dtype = p.weight_dtype};
+  WARPSMITH_RETURN_IF_FAILED(visit_vectors(p.dtype, c.vector_elems, [&]<class T, int N>() -> Status {
+    const auto of_sums = p.silu ? &sums<T, N, true> : &sums<T, N, false>;
+    WARPSMITH_RETURN_IF_FAILED(launch_pass(of_sums, p, c, false, b, stream, kRingBytes<T, N>));
+    if (!p.dx) return {};
+    const auto of_dx = p.silu ? &gradients<T, N, true> : &gradients<T, N, false>;
+    return launch_pass(of_dx, p, c, true, b, stream, kRingBytes<T, N>);
+  }));
   if (!partials) return {};
   return visit_cuda_dtype(p.weight_dtype, [&]<class W>() {
     return tiles::launch_sum_partials<W, double>(p.dweight ? partials : partials + slices * p.channels,

@@ -22,12 +22,6 @@ struct GroupNormShape {
   int64_t group() const { return channels / groups; }
 };
 
-// What the blocks that share a range need to add up their sums; null where each range has one block.
-struct GroupNormMeeting {
-  void* sums = nullptr;  // [plan.sums], double
-  int* flags = nullptr;  // [plan.flags], zeros
-};
-
 // With mean and var those of each group of channels of a sample: rstd = 1 / sqrt(var + eps),
 //   v = (x - mean) * rstd * weight + bias,   y = v, or v * sigmoid(v) with `silu`
 struct GroupNormForwardParams : GroupNormShape {
@@ -37,9 +31,9 @@ struct GroupNormForwardParams : GroupNormShape {
   void* y = nullptr;             // [samples * pixels, channels], dtype, contiguous
   void* mean = nullptr;          // [samples, groups], real
   void* rstd = nullptr;          // [samples, groups], real
+  void* sums = nullptr;          // [plan.sums], double; null on the CPU
   int64_t x_stride = 0;
   double eps = 0;
-  GroupNormMeeting meeting;
 };
 
 // With g = dy, or dy times the derivative of silu at v, x_hat = (x - mean) * rstd, and M values a group:
@@ -56,13 +50,13 @@ struct GroupNormBackwardParams : GroupNormShape {
   void* dweight = nullptr;       // [channels], weight_dtype; null: not wanted
   void* dbias = nullptr;         // [channels], weight_dtype; null: not wanted
   void* partials = nullptr;      // [2, slices, channels], double
+  void* sums = nullptr;          // [plan.sums], double; null on the CPU, or where dx is
   int64_t dy_stride = 0, x_stride = 0;
-  GroupNormMeeting meeting;
 };
 
-// Slices of the partial sums, and what GroupNormMeeting needs, on the current device.
+// Slices of the partial sums, and sums of the blocks' groups, on the current device.
 struct GroupNormPlan {
-  int64_t slices = 0, sums = 0, flags = 0;
+  int64_t slices = 0, sums = 0;
 };
 
 Status group_norm_forward_cuda(const GroupNormForwardParams& params, void* stream);

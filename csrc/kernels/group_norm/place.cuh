@@ -1,294 +1,210 @@
 #pragma once
-#include "device/async_copy.h"
-#include "device/fence.h"
 #include "device/programmatic_launch.h"
 #include "kernels/group_norm/group_norm.h"
-#include "tiles/pixels.cuh"
+#include "tiles/row_ring.cuh"
 
-// Where a thread works, and how the sums of groups are made of those of threads.
+// Where a thread works, and how the sums of groups are made of those of threads and of blocks.
 namespace warpsmith::group_norm {
 
 using namespace tiles;
 
-constexpr int kThreads = kGroupNormThreads, kLanes = kGroupNormLanes;
+constexpr int kThreads = kGroupNormThreads;
+static_assert(kThreads == kRingThreads);
 
-// `set` blocks take a range together. `sets` of them run at once, and each takes every sets-th range of the batch.
+// Two sums of a group over the rows of a block.
+struct alignas(16) Sums {
+  double first, second;
+};
+
+// GroupNormConfig for kernels.
 struct Ranges {
-  int64_t count, of_sample;                                        // ranges of the batch; of a sample
-  int64_t pixels, block_pixels, vectors, channels, groups, group;  // vectors: of a range; group: channels of one
-  int lanes, set, sets, slots;
-  double* sums;  // [sets, kept, set, 2, groups of a range]: what the blocks of a set tell each other
-  int* flags;    // 0 when the kernel starts: blocks that have begun; [sets, set]: ranges whose sums a block has written
-  int kept;      // of two ranges: a block may be one ahead of those that still read its sums of the one before
+  int64_t pixels, block_pixels, channels, groups;  // groups: of a sample
+  int64_t vectors, group;                          // vectors: of a range; group: channels of one
+  Sums* sums;                                      // [samples, set, tiles, groups]
+  unsigned count, set, tiles;                      // count: of a sample
+  int lanes, range_groups;
 };
 
-// The number of this block. Blocks that wait for each other are numbered in the order in which they begin. So all sets
-// but the last are complete, and end: the last one then finds places, wherever as many blocks as it has fit at once.
-__device__ __forceinline__ unsigned block_number(const Ranges& r, unsigned* shared) {
-  if (r.set == 1) return blockIdx.x;
-  device::wait_for_previous_kernel();  // which has cleared the flags
-  if (threadIdx.x == 0) device::store(shared, static_cast<unsigned>(atomicAdd(r.flags, 1)));
-  __syncthreads();
-  return device::load(shared);
-}
-
-// A block's set, and its rank there; a thread's lane, and its pixel side by side with others; the range at hand.
-// Neighbouring ranges run together: they share sectors of 32 bytes.
+// A thread's vector of channels, and its rows: `first`, and each rows_together-th before `end`, of all samples' pixels.
 template <int N> struct Place {
-  int set, rank, lane, row, rows;  // rows: side by side
+  int64_t sample, vector, first, end;
+  int range, rank, tile, lane, row, rows_together, lanes;  // lanes: with a vector
   bool here;
-  int64_t number, sample = 0;  // number: of the range, of all
-  int range = 0, round = 1;    // range: of the sample; round: how many ranges this block has had with it
 
-  __device__ __forceinline__ Place(const Ranges& r, unsigned block)
-      : set(static_cast<int>(block / static_cast<unsigned>(r.set))),
-        rank(static_cast<int>(block % static_cast<unsigned>(r.set))),
-        lane(static_cast<int>(threadIdx.x) % r.lanes),
+  __device__ __forceinline__ explicit Place(const Ranges& r)
+      : lane(static_cast<int>(threadIdx.x) % r.lanes),
         row(static_cast<int>(threadIdx.x) / r.lanes),
-        rows(kThreads / r.lanes),
-        here(row < rows) {
-    go_to(r, set);
+        rows_together(kThreads / r.lanes) {
+    unsigned left = blockIdx.x / r.tiles;
+    tile = static_cast<int>(blockIdx.x % r.tiles);
+    range = static_cast<int>(left % r.count);
+    left /= r.count;
+    rank = static_cast<int>(left % r.set);
+    sample = left / r.set;
+    lanes = static_cast<int>(min(int64_t{r.lanes}, r.vectors - int64_t{tile} * r.lanes));
+    vector = range * r.vectors + int64_t{tile} * r.lanes + lane;
+    first = sample * r.pixels + rank * r.block_pixels + row;
+    end = min(sample * r.pixels + (rank + 1) * r.block_pixels, (sample + 1) * r.pixels);
+    here = row < rows_together && lane < lanes;
   }
-  __device__ __forceinline__ void go_to(const Ranges& r, int64_t to) {
-    number = to;
-    sample = to / r.of_sample;
-    range = static_cast<int>(to % r.of_sample);
+  __device__ __forceinline__ int64_t first_channel(const Ranges& r) const {
+    return (range * r.vectors + int64_t{tile} * r.lanes) * N;
   }
-  __device__ __forceinline__ bool exists(const Ranges& r) const { return number < r.count; }
-  __device__ __forceinline__ Place next(const Ranges& r) const {
-    Place place = *this;
-    place.go_to(r, number + r.sets);
-    ++place.round;
-    return place;
+  // Of this thread's vector, or of one that exists.
+  __device__ __forceinline__ int64_t own_channel() const { return here ? vector * N : 0; }
+  __device__ __forceinline__ int64_t first_group(const Ranges& r) const { return int64_t{range} * r.range_groups; }
+  __device__ __forceinline__ int rows() const {
+    return here && first < end ? static_cast<int>((end - first - 1) / rows_together) + 1 : 0;
   }
-  // The first pixel of this thread, counted over all samples.
-  __device__ __forceinline__ int64_t first(const Ranges& r) const {
-    return sample * r.pixels + rank * r.block_pixels + row;
-  }
-  // Rows of this thread, the same in every range, and where its first one lies in a tensor, of the vector `v` of the
-  // range.
-  __device__ __forceinline__ int own_rows(const Ranges& r) const {
-    const int64_t left = min(r.block_pixels, r.pixels - rank * r.block_pixels) - row;
-    return left > 0 ? static_cast<int>((left - 1) / rows) + 1 : 0;
-  }
-  __device__ __forceinline__ int64_t vector(const Ranges& r, int64_t stride, int64_t v) const {
-    return first(r) * stride + int64_t{range} * r.vectors + v;
-  }
-  __device__ __forceinline__ int64_t channel(const Ranges& r, int64_t v) const { return (range * r.vectors + v) * N; }
-  // Groups of a range, 1 where a group is all of it; the first one of this range in its sample; that of a channel.
-  __device__ __forceinline__ int groups(const Ranges& r) const {
-    return r.vectors > kLanes ? 1 : static_cast<int>(r.vectors) * N / static_cast<int>(r.group);
-  }
-  __device__ __forceinline__ int64_t first_group(const Ranges& r) const {
-    return sample * r.groups + int64_t{range} * groups(r);
-  }
-  __device__ __forceinline__ int group_of(const Ranges& r, int64_t v, int k) const {
-    return r.vectors > kLanes ? 0 : (static_cast<int>(v) * N + k) / static_cast<int>(r.group);
+  // visit(k, group): the group of the range in which channel k of this thread's vector lies.
+  template <class Visit> __device__ __forceinline__ void each_group(const Ranges& r, const Visit& visit) const {
+    int group = 0, before = 0;  // channels of the group before k
+    if (r.tiles == 1) group = lane * N / static_cast<int>(r.group), before = lane * N % static_cast<int>(r.group);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      visit(k, group);
+      if (++before == r.group && r.tiles == 1) before = 0, ++group;
+    }
   }
 };
 
-// The rows of a thread of `kTensors` tensors on their way through slots of its own in shared memory, U rows a turn. The
-// first pass leaves the last turns there, and the second, which goes backwards, reads only what was before them once
-// more. Slots that become free take the first turns of what the block reads next, from the other end: so each range
-// goes through the slots in the direction opposite to that of the one before. No thread reads another's slots: nothing
-// waits for a block.
-template <class T, int N, int U, int kTensors> struct Turns {
+// A thread's rows of some tensors on their way through a ring, U in a turn. kStep: 1, or -1: from the last turn to the
+// first, where the L2 cache still holds what a pass before has read last.
+template <class T, int N, int kTensors, int U, int kStep, device::Cache cache> struct Rows {
   using V = Packed<T, N>;
-  static constexpr int kTurn = kTensors * U * kThreads;
-  V* own;                   // this thread's first vector of slot 0
-  int slots, rows, turns;   // rows: of this thread
-  const V* from[kTensors];  // the next row to copy
-  int64_t apart[kTensors];  // rows of this thread, in vectors
-  int slot = 0, step = -1;  // step: to the slot of the next turn
+  RowRing<T, N, kTensors, U, cache> ring;
+  int rows, turns, ahead;  // ahead: the turn to copy next
+  const V* from[kTensors];
+  int64_t apart[kTensors];  // in vectors
 
-  // strides: of the tensors, in vectors.
-  __device__ __forceinline__ Turns(const Place<N>& at, const Ranges& r, unsigned char* shared,
-                                   const int64_t (&strides)[kTensors])
-      : own(reinterpret_cast<V*>(shared) + threadIdx.x),
-        slots(r.slots),
-        rows(at.here ? at.own_rows(r) : 0),
-        turns((rows + U - 1) / U) {
+  // Begins the first copies.
+  __device__ __forceinline__ Rows(unsigned char* memory, const Place<N>& at, const void* const (&bases)[kTensors],
+                                  const int64_t (&strides)[kTensors])
+      : ring(memory), rows(at.rows()), turns((rows + U - 1) / U), ahead(kStep > 0 ? 0 : turns - 1) {
 #pragma unroll
-    for (int i = 0; i < kTensors; ++i) apart[i] = at.rows * strides[i];
+    for (int i = 0; i < kTensors; ++i) {
+      apart[i] = at.rows_together * strides[i];
+      from[i] = vector_at<T, N>(bases[i], at.first * strides[i] + at.vector) + ahead * U * apart[i];
+    }
+#pragma unroll 1
+    for (int stage = 0; stage < ring.kStages; ++stage) copy();
   }
-  // From the row `row` of this thread on, in the vector `v` of the range.
-  __device__ __forceinline__ void follow(int tensor, const Place<N>& at, const Ranges& r, const void* base,
-                                         int64_t stride, int64_t v, int row = 0) {
-    from[tensor] = vector_at<T, N>(base, at.vector(r, stride, v)) + row * apart[tensor];
-  }
-  // The row from which the second pass begins to copy: the last before what the slots have, or the last of all.
-  __device__ __forceinline__ int last_row(bool kept) const { return (turns - (kept ? slots : 0)) * U - 1; }
-  // Behind all slots.
-  __device__ __forceinline__ void* end(unsigned char* shared) const {
-    return reinterpret_cast<V*>(shared) + slots * kTurn;
-  }
-
-  // Begins the copies of a turn, if it is one of `turns`; behind the last row lie zeros. kStep: 1, or -1 backwards.
-  template <int kStep> __device__ __forceinline__ void fetch(int turn, int turns, int to) {
-    if (turn >= 0 && turn < turns) {
-      const int left = rows - turn * U;
+  __device__ __forceinline__ void copy() {
+    if (ahead >= 0 && ahead < turns) {
+      const int left = rows - ahead * U;
 #pragma unroll
       for (int i = 0; i < kTensors; ++i) {
 #pragma unroll
-        for (int n = 0; n < U; ++n, from[i] += kStep * apart[i]) {
-          const int u = kStep > 0 ? n : U - 1 - n;
-          V* const place = own + to * kTurn + (i * U + u) * kThreads;
-          if constexpr (sizeof(V) >= 4)
-            device::copy_async<sizeof(V)>(place, from[i], u < left);
-          else
-            device::store(place, u < left ? device::load(from[i]) : V{});
-        }
+        for (int u = 0; u < U; ++u) ring.copy_row(i, u, from[i] + u * apart[i], u < left);
+        from[i] += kStep * U * apart[i];
       }
     }
-    device::copy_async_commit();
+    ring.copied();
+    ahead += kStep;
   }
-  // For the oldest of `slots` turns, or for more of them.
-  __device__ __forceinline__ void wait() const {
-    if (slots > 4)
-      device::copy_async_wait<4>();
-    else if (slots > 1)
-      device::copy_async_wait<1>();
-    else
-      device::copy_async_wait<0>();
-  }
-  __device__ __forceinline__ int beside(int s, int step) const {
-    return s + step == slots ? 0 : s + step < 0 ? slots - 1 : s + step;
-  }
-  __device__ __forceinline__ void load(V (&to)[U], int tensor) const {
-#pragma unroll
-    for (int u = 0; u < U; ++u) to[u] = device::load(own + slot * kTurn + (tensor * U + u) * kThreads);
-  }
-
-  // Begins the first copies of what comes next, `turns` turns, into the slots that have none of the last `kept` turns.
-  __device__ __forceinline__ void begin(int kept, int turns) {
+  // visit(left) for each turn, of which `left` rows are there; behind the last row lie zeros.
+  template <class Visit> __device__ __forceinline__ void each_turn(const Visit& visit) {
 #pragma unroll 1
-    for (int turn = 0; turn < slots - kept; ++turn) fetch<1>(turn, turns, step > 0 ? slots - 1 - turn : turn);
-  }
-  // What was begun is at hand now.
-  __device__ __forceinline__ void turn_round() { step = -step; }
-  // visit(turn); `load` then gives what the turn has of a tensor.
-  template <class Visit> __device__ __forceinline__ void forwards(const Visit& visit) {
-    slot = step > 0 ? 0 : slots - 1;
-#pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
-      wait();
-      visit(turn);
-      fetch<1>(turn + slots, turns, slot);
-      slot = beside(slot, step);
-    }
-    slot = beside(slot, -step);
-  }
-  // The last turns once more into slots, where no slot has any.
-  __device__ __forceinline__ void begin_backwards() {
-#pragma unroll 1
-    for (int turn = turns - 1; turn >= turns - slots; --turn, slot = beside(slot, -step)) fetch<-1>(turn, turns, slot);
-  }
-  // `ahead`: turns of what comes next; next() follows it.
-  template <class Visit, class Next>
-  __device__ __forceinline__ void backwards(int ahead, const Visit& visit, const Next& next) {
-#pragma unroll 1
-    for (int turn = turns - 1; turn >= 0; --turn) {
-      wait();
-      visit(turn);
-      if (turn >= slots) {
-        fetch<-1>(turn - slots, turns, slot);
-      } else {
-        if (turn == slots - 1) next();
-        fetch<1>(slots - 1 - turn, ahead, slot);
-      }
-      slot = beside(slot, -step);
+    for (int n = 0, turn = ahead + kStep * -ring.kStages; n < turns; ++n, turn += kStep) {
+      ring.wait();
+      visit(rows - turn * U);
+      copy();
     }
   }
 };
 
-// Shared memory, by element of a vector first, so that the lanes of a warp do not meet in a bank: what a thread has of
-// the channels of its vector, and a table of the channels of a tile.
-constexpr int kApart = kThreads + 4;
-template <int N> __device__ __forceinline__ int of_thread(int k, int thread) { return k * kApart + thread; }
-template <int N> __device__ __forceinline__ int of_row(const Ranges& r, int row, int c) {
-  return of_thread<N>(c % N, row * r.lanes + c / N);
-}
-template <int N> __device__ __forceinline__ int in_table(const Ranges& r, int c) { return c % N * r.lanes + c / N; }
+// A thread's rows of a tensor that is written from the last turn to the first.
+template <class T, int N, int U> struct RowsToWrite {
+  Packed<T, N>* to;
+  int64_t apart;
+  __device__ __forceinline__ RowsToWrite(void* base, const Ranges& r, const Place<N>& at, int turns) {
+    const int64_t vectors = r.channels / N;
+    apart = at.rows_together * vectors;
+    to = vector_at<T, N>(base, at.first * vectors + at.vector) + (turns - 1) * U * apart;
+  }
+  // The store does not push out of the L2 cache what is still to be read.
+  __device__ __forceinline__ void store(int u, const float (&values)[N]) const {
+    device::store<device::Cache::streaming>(to + u * apart, device::rounded<T>(values));
+  }
+  __device__ __forceinline__ void next_turn() { to -= U * apart; }
+};
 
-// visit(c) for the channels of the tile that begins at vector `tile`, shared out to the threads of the block.
-template <int N, class Visit>
-__device__ __forceinline__ void each_channel(const Ranges& r, int64_t tile, const Visit& visit) {
-  const int channels = static_cast<int>(min(int64_t{r.lanes}, r.vectors - tile)) * N;
-  for (int c = static_cast<int>(threadIdx.x); c < channels; c += kThreads) visit(c);
-}
-
-// visit(group, row, c) for items of a group: channel c of its `wide` ones, in each of `rows` rows. Thread (part, group)
-// takes every parts-th.
-template <class Visit> __device__ __forceinline__ void each_item(int groups, int rows, int wide, const Visit& visit) {
-  const int thread = static_cast<int>(threadIdx.x), group = thread % groups, part = thread / groups;
-  const int parts = kThreads / groups, rows_on = parts / wide, channels_on = parts % wide;
-  for (int row = part < parts ? part / wide : rows, c = part % wide; row < rows;) {
-    visit(group, row, c);
-    row += rows_on, c += channels_on;
-    if (c >= wide) c -= wide, ++row;
+// Parameters of a thread's channels, which a dtype known at run time tells apart once.
+template <int N> __device__ __forceinline__ void load_channels(float (&to)[N], const void* base, Dtype dtype,
+                                                               int64_t channel, float otherwise) {
+  const auto load = [&]<class W>(const W* from) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) to[k] = device::to_float(device::load(from + channel + k));
+  };
+  if (!base) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) to[k] = otherwise;
+  } else if (dtype == Dtype::float32) {
+    load(static_cast<const float*>(base));
+  } else if (dtype == Dtype::float16) {
+    load(static_cast<const float16*>(base));
+  } else {
+    load(static_cast<const bfloat16*>(base));
   }
 }
 
-// Adds what the threads of each_item have put into `totals`, by fours: it then begins with the groups' first sums, and
-// its second half with the second ones.
-__device__ __forceinline__ void add_parts(double* totals, int groups) {
+// Shared memory, by element of a vector first, so that the lanes of a warp do not meet in a bank.
+constexpr int kApart = kThreads + 4;
+__device__ __forceinline__ int of_thread(int k, int thread) { return k * kApart + thread; }
+
+// visit(group, row, i) for items of a group: the i-th of its `wide` ones, in each of `rows` rows. Thread (part, group)
+// takes every parts-th.
+template <class Visit> __device__ __forceinline__ void each_item(int groups, int rows, int wide, const Visit& visit) {
+  const int thread = static_cast<int>(threadIdx.x), group = thread % groups, part = thread / groups;
+  const int parts = kThreads / groups, rows_on = parts / wide, items_on = parts % wide;
+  for (int row = part < parts ? part / wide : rows, i = part % wide; row < rows;) {
+    visit(group, row, i);
+    row += rows_on, i += items_on;
+    if (i >= wide) i -= wide, ++row;
+  }
+}
+
+// The sums over the parts of each group, in the first `groups` threads.
+__device__ __forceinline__ Sums add_parts(Sums* totals, int groups, const Sums& own) {
   const int thread = static_cast<int>(threadIdx.x), part = thread / groups;
+  Sums sums = own;
+  totals[thread] = own;
   for (int left = kThreads / groups, quarter; left > 1; left = quarter) {
     quarter = (left + 3) / 4;
     __syncthreads();
     if (part >= quarter) continue;
     for (int other = part + quarter, from = thread; other < left; other += quarter) {
       from += quarter * groups;
-      totals[thread] += totals[from];
-      totals[kThreads + thread] += totals[kThreads + from];
+      sums.first += totals[from].first;
+      sums.second += totals[from].second;
     }
+    totals[thread] = sums;
   }
+  return sums;
 }
 
-// Adds the totals of the blocks of a set, two of each group of a range, in the order of ranks: in `totals` of every
-// block lie its own. Each of the first `groups` threads gets those of one group. While those of the others are on their
-// way, meanwhile() is called; the block then meets, so that all of it sees what that has written to shared memory.
-template <int N, class Meanwhile>
-__device__ __forceinline__ void totals_of_set(const Ranges& r, const Place<N>& at, const double* totals, int groups,
-                                              double& first, double& second, const Meanwhile& meanwhile) {
-  constexpr int kTogether = 8;  // ranks whose loads are in flight
-  const int thread = static_cast<int>(threadIdx.x);
-  __syncthreads();
-  first = second = 0;
-  if (r.set == 1) {
-    if (thread < groups) first = totals[thread], second = totals[kThreads + thread];
-    meanwhile();
-    __syncthreads();
-    return;
+// Stores the block's sums of its groups.
+template <int N> __device__ __forceinline__ void store_sums(const Ranges& r, const Place<N>& at, const Sums& of_group) {
+  if (static_cast<int>(threadIdx.x) >= r.range_groups) return;
+  const int64_t block = (at.sample * r.set + at.rank) * r.tiles + at.tile;
+  device::store(r.sums + block * r.groups + at.first_group(r) + threadIdx.x, of_group);
+}
+
+// The sums of the range's groups over all of its blocks, in the order of blocks: the same bits in each of them. Each of
+// the first threads gets those of one group.
+template <int N> __device__ __forceinline__ Sums merged_sums(const Ranges& r, const Place<N>& at, Sums* totals) {
+  const int thread = static_cast<int>(threadIdx.x), groups = r.range_groups;
+  const int group = thread % groups, parts = kThreads / groups, part = thread / groups;
+  const int blocks = static_cast<int>(r.set * r.tiles);
+  const Sums* const from = r.sums + at.sample * blocks * r.groups + at.first_group(r) + group;
+  Sums sums{};
+#pragma unroll 4
+  for (int block = part < parts ? part : blocks; block < blocks; block += parts) {
+    const Sums of_block = device::load(from + block * r.groups);
+    sums.first += of_block.first;
+    sums.second += of_block.second;
   }
-  int* const flags = r.flags + 1 + at.set * r.set;
-  double* const sums = r.sums + (int64_t{at.set} * r.kept + at.round % r.kept) * r.set * 2 * groups;
-  if (thread < groups) {
-    double* const own = sums + at.rank * 2 * groups + thread;
-    device::store(own, totals[thread]);
-    device::store(own + groups, totals[kThreads + thread]);
-  }
-  __syncthreads();
-  if (thread == 0) device::store_release(flags + at.rank, at.round);
-  meanwhile();
-  if (thread < r.set)
-    while (device::load_acquire(flags + thread) < at.round) {}
-  __syncthreads();
-  if (thread >= groups) return;
-#pragma unroll 1
-  for (int before = 0; before < r.set; before += kTogether) {
-    double firsts[kTogether] = {}, seconds[kTogether] = {};
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      if (const int rank = before + i; rank < r.set) {
-        const double* const of = sums + rank * 2 * groups + thread;
-        firsts[i] = device::load(of);
-        seconds[i] = device::load(of + groups);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) first += firsts[i], second += seconds[i];
-  }
+  return add_parts(totals, groups, sums);
 }
 
 }  // namespace warpsmith::group_norm
