@@ -363,16 +363,17 @@ class NoLogits:
 
 
 class _Logits(NoLogits):
-    """Stands for logits that are never made. A forward may multiply and divide them; all else raises."""
+    """Stands for logits of hidden states, which are never made. A forward may multiply and divide them; all else
+    raises."""
 
-    def __init__(self, scale: Any = 1.0) -> None:
-        self.scale = scale
+    def __init__(self, hidden: Tensor, scale: Any = 1.0) -> None:
+        self.hidden, self.scale = hidden, scale
 
     def __mul__(self, factor: Any) -> _Logits:
-        return _Logits(self.scale * factor)
+        return _Logits(self.hidden, self.scale * factor)
 
     def __truediv__(self, factor: Any) -> _Logits:
-        return _Logits(self.scale / factor)
+        return _Logits(self.hidden, self.scale / factor)
 
 
 def _without_logits(out: Any) -> Any:
@@ -385,18 +386,14 @@ def _without_logits(out: Any) -> Any:
 
 
 class _Head(StandIn):
-    """A model in its class's forward: its head makes no logits, its loss multiplies by the head's weight."""
+    """A model in its class's forward: its head makes no logits, its loss multiplies by the head's weight. It refers to
+    no tensor of a step, and not to itself: a cycle would keep the step's graph until Python collects."""
 
     def __init__(self, model: Any, name: str, shifts: bool) -> None:
         super().__init__(model)
         self.config = _Config(model.config)
         self._head, self._shifts = getattr(model, name), shifts
-        self._hidden: Any = None
-        setattr(self, name, self._keep)
-
-    def _keep(self, hidden: Tensor) -> _Logits:
-        self._hidden = hidden
-        return _Logits()
+        setattr(self, name, _Logits)
 
     def loss_function(
         self,
@@ -408,7 +405,7 @@ class _Head(StandIn):
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        hidden, bias = self._hidden, self._head.bias
+        hidden, bias = logits.hidden, self._head.bias
         if logits.scale != 1:
             hidden, bias = hidden * logits.scale, None if bias is None else bias * logits.scale
         if self._shifts:
