@@ -1,5 +1,7 @@
 """amp.fp8 behind patch, for every family of transformers that patch knows."""
 
+import gc
+
 import pytest
 import torch
 import warpsmith
@@ -188,3 +190,35 @@ def test_what_a_layer_keeps(recompute, grad):
             assert kept <= plain
         loss.backward()
         done.undo()
+
+
+def tensors():
+    return [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+
+
+@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("family", ALL)
+def test_a_step_leaves_nothing_but_its_loss(family, recompute):
+    """No Python object holds an activation when its backward has run, and no cycle waits for the collector."""
+    model = small_model(family)
+    with warpsmith.patch(model):
+        if recompute is not None:
+            warpsmith.amp.fp8(model, emulate=True, recompute=recompute)
+        for _ in range(2):
+            step(model, family)
+        gc.collect()
+        gc.disable()
+        try:
+            before = {id(t) for t in tensors()}
+            loss = model(**inputs_of(family)).loss
+            loss.backward()
+            kept = [t.shape for t in tensors() if id(t) not in before and t.grad_fn is not None and t is not loss]
+            assert not kept
+            del loss
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            assert not [type(o) for o in gc.garbage if isinstance(o, torch.Tensor)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()

@@ -47,14 +47,15 @@ def _source(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Source | None:
     """Of an RMS norm's y: what was normed, which its backward reads. It may be wider than y. A weight that fully_shard
     has gathered may be freed when a layer's backward would read it."""
     *tensors, weight, eps, offset = inputs
-    normed = outputs[1] if len(tensors) == 2 else tensors[0]
+    added = len(tensors) == 2
+    normed = outputs[1] if added else tensors[0]
     if weight is None or normed.dtype is not outputs[0].dtype:
         return None
     if dist.is_available() and dist.is_initialized() and is_gathered(weight):
         return None
 
-    def cast(normed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        *_, data, scale, _ = call_raw(_rms_norm_fp8, normed, weight, eps, offset, len(tensors) == 2)
+    def cast(normed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:  # refers to no tensor: layers keep it
+        *_, data, scale, _ = call_raw(_rms_norm_fp8, normed, weight, eps, offset, added)
         return data, scale
 
     return Source(cast, normed, weight)
