@@ -29,3 +29,6 @@ def run(device, options):
         return torch_contenders(ours, eager, options), (x,), {"forward": moved, "backward": moved}
 
     return time_cells("max_pool2d", cell, options.shapes(device, GPU_SHAPES, CPU_SHAPES, TINY), options)
+
+
+OPS = dict.fromkeys(("max_pool2d", "max_pool"), run)  # by the name of the op, and of its family

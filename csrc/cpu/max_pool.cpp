@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/elementwise.h"
@@ -48,8 +49,8 @@ template <class T> void forward(const MaxPoolForwardParams& p, const Parallel& p
   for_rows(p, p.out_height, p.out_width, parallel, [&](int64_t sample, int i) {
     std::vector<M> largest(static_cast<size_t>(p.channels));
     std::vector<int> at(largest.size());
-    const int h0 = i * p.stride[0] - p.padding[0], top = std::max(0, -h0),
-              bottom = std::min(p.kernel[0], p.height - h0);
+    const int h0 = i * p.stride[0] - p.padding[0], top = std::max(0, -h0);
+    const int bottom = std::min(p.kernel[0], p.height - h0);
     for (int j = 0; j < p.out_width; ++j) {
       const int w0 = j * p.stride[1] - p.padding[1], left = std::max(0, -w0);
       const int right = std::min(p.kernel[1], p.width - w0);
@@ -73,18 +74,21 @@ template <class T> void backward(const MaxPoolBackwardParams& p, const Parallel&
     return place < p.kernel[d] ? 0 : (place - p.kernel[d]) / p.stride[d] + 1;
   };
   for_rows(p, p.height, p.width, parallel, [&](int64_t sample, int row) {
-    std::vector<M> dx(static_cast<size_t>(p.channels));
+    std::vector<M> buffer(static_cast<size_t>(p.channels));
     const int h = row + p.padding[0], last_row = std::min(h / p.stride[0], p.out_height - 1);
     for (int column = 0; column < p.width; ++column) {
       const int w = column + p.padding[1], last_column = std::min(w / p.stride[1], p.out_width - 1);
-      std::fill(dx.begin(), dx.end(), M(0));
+      T* const to = static_cast<T*>(p.dx) + ((sample * p.height + row) * p.width + column) * p.channels;
+      M* dx = buffer.data();
+      if constexpr (std::is_same_v<T, M>) dx = to;
+      std::fill_n(dx, p.channels, M(0));
       for (int i = first(h, 0); i <= last_row; ++i)
         for (int j = first(w, 1); j <= last_column; ++j) {
           const int64_t window = (sample * p.out_height + i) * p.out_width + j;
           add(static_cast<const T*>(p.dy) + window * p.dy_stride, p.index + window * p.channels, p.channels,
-              (h - i * p.stride[0]) * p.kernel[1] + w - j * p.stride[1], dx.data());
+              (h - i * p.stride[0]) * p.kernel[1] + w - j * p.stride[1], dx);
         }
-      write(dx.data(), p.channels, static_cast<T*>(p.dx) + ((sample * p.height + row) * p.width + column) * p.channels);
+      if (static_cast<void*>(dx) != to) write(dx, p.channels, to);
     }
   });
 }
