@@ -111,6 +111,22 @@ def test_some_outputs_are_not_used(used):
     assert [w.grad is not None for w in here.weights] == [i in used for i in range(3)]
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_weight_that_nobody_uses_are_not_called(kind):
+    here, alone = both()
+    seen = []
+    getattr(here.weights[1], kind)(lambda t: seen.append(t))
+    ys = [here(i) for i in range(3)]
+    with Sums() as sums:
+        found = here.backward({0: ys[0], 2: ys[2]})
+    assert not seen and sums.given() == [False, True]
+    check_close(found, alone.backward({i: alone(i) for i in (0, 2)}))
+    here, alone = both()
+    getattr(here.weights[1], kind)(lambda t: seen.append(t))
+    check_close(here.backward({i: here(i) for i in range(3)}), alone.backward({i: alone(i) for i in range(3)}))
+    assert len(seen) == 1 and isinstance(seen[0], torch.Tensor)
+
+
 def test_an_output_is_used_twice_and_x_beside_its_layers():
     found = []
     for call in both():
