@@ -464,7 +464,29 @@ def test_ranks_of_nccl_train_as_one(rank, world_size, kind, order):
     check_ranks_train_as_one(rank, kind, order, torch.device("cuda", torch.cuda.current_device()))
 
 
-def check_ranks_train_as_one(rank, kind, order, device):
+class OneInput(nn.Module):
+    """Two layers of one x, each of which adds its gradient of x to the other's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.gate, self.up = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def __iter__(self):
+        return self.children()
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.gate(x).sigmoid() * self.up(x)
+
+
+@multirank(2, timeout_s=300)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "optimizer"])
+def test_ranks_train_layers_of_one_input_as_one(rank, world_size, kind):
+    check_ranks_train_as_one(rank, kind, "before", torch.device("cpu"), OneInput)
+
+
+def check_ranks_train_as_one(rank, kind, order, device, small=small):
     """Two ranks with half of the batch each have the weights of one process with all of it: the scales of a tensor's
     rows are of rows, the weight's gradient is not cast, and each element of a mean is rounded once more."""
     recipe, results = Fp8Recipe(wgrad="high"), []
