@@ -558,8 +558,12 @@ def layer(
 
 
 def _has_hooks(parameter: Tensor) -> bool:
-    """A sum that passes a layer would call them without a gradient, where nobody uses what the layer has made."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    """A sum that passes a layer would call them without a gradient, where nobody uses what the layer has made. Those of
+    a ShardedOptimizer know it."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if parameter._backward_hooks:
+        return True
+    return bool(hooks) and not all(hasattr(hook, "may_be_passed") for hook in hooks.values())
 
 
 def in_eager(
