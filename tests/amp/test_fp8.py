@@ -464,7 +464,51 @@ def test_ranks_of_nccl_train_as_one(rank, world_size, kind, order):
     check_ranks_train_as_one(rank, kind, order, torch.device("cuda", torch.cuda.current_device()))
 
 
-def check_ranks_train_as_one(rank, kind, order, device):
+class OneInput(nn.Module):
+    """Two layers of one x, each of which adds its gradient of x to the other's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.gate, self.up = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def __iter__(self):
+        return self.children()
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.gate(x).sigmoid() * self.up(x)
+
+
+@multirank(2, timeout_s=300)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "optimizer"])
+def test_ranks_train_layers_of_one_input_as_one(rank, world_size, kind):
+    check_ranks_train_as_one(rank, kind, "before", torch.device("cpu"), OneInput)
+
+
+@multirank(2, timeout_s=300)
+@pytest.mark.parametrize("finds", [False, True])
+def test_a_layer_of_one_input_that_nobody_uses(rank, world_size, finds):
+    """Gradients of the other pass it, and call the hooks of its parameters: the optimizer sees none all the same."""
+    model = OneInput()
+    fp8(model)
+    options = {"lr": 0.1, "weight_decay": 0.5, "find_unused_parameters": finds}
+    optimizer = warpsmith.distributed.ShardedOptimizer(model.parameters(), warpsmith.optim.SGD, **options)
+    before = [p.detach().clone() for p in model.gate.parameters()]
+    x = model.first(batch(rank))
+    unused, y = model.gate(x), model.up(x)
+    assert y.grad_fn.next_functions[0][0] is unused.grad_fn
+    if not finds:
+        with pytest.raises(RuntimeError, match="has no gradient: use it in the loss"):
+            y.square().mean().backward()
+        return
+    y.square().mean().backward()
+    optimizer.step()
+    assert all(map(torch.equal, before, model.gate.parameters()))
+    assert not torch.equal(model.up.bias, OneInput().up.bias)
+
+
+def check_ranks_train_as_one(rank, kind, order, device, small=small):
     """Two ranks with half of the batch each have the weights of one process with all of it: the scales of a tensor's
     rows are of rows, the weight's gradient is not cast, and each element of a mean is rounded once more."""
     recipe, results = Fp8Recipe(wgrad="high"), []

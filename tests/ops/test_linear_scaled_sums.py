@@ -111,6 +111,22 @@ def test_some_outputs_are_not_used(used):
     assert [w.grad is not None for w in here.weights] == [i in used for i in range(3)]
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_weight_that_nobody_uses_are_not_called(kind):
+    here, alone = both()
+    seen = []
+    getattr(here.weights[1], kind)(lambda t: seen.append(t))
+    ys = [here(i) for i in range(3)]
+    with Sums() as sums:
+        found = here.backward({0: ys[0], 2: ys[2]})
+    assert not seen and sums.given() == [False, True]
+    check_close(found, alone.backward({i: alone(i) for i in (0, 2)}))
+    here, alone = both()
+    getattr(here.weights[1], kind)(lambda t: seen.append(t))
+    check_close(here.backward({i: here(i) for i in range(3)}), alone.backward({i: alone(i) for i in range(3)}))
+    assert len(seen) == 1 and isinstance(seen[0], torch.Tensor)
+
+
 def test_an_output_is_used_twice_and_x_beside_its_layers():
     found = []
     for call in both():
@@ -310,8 +326,9 @@ def test_delayed_scales_add_too():
     assert sums.given() == [False, True, True]
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["all", "first not used"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_runs_layers_anew(reentrant):
+def test_a_checkpoint_runs_layers_anew(reentrant, first):
     grads = []
     for anew in (False, True):
         here = Siblings()
@@ -319,13 +336,14 @@ def test_a_checkpoint_runs_layers_anew(reentrant):
         def block(x, here=here):
             here.x = x * 1
             y = [here(i) for i in range(3)]
-            return y[0].sum() + (y[1].sum() * y[2]).sin().sum()
+            loss = (y[1].sum() * y[2]).sin().sum()
+            return loss + y[0].sum() if first else loss
 
         x = here.leaf * 2
         loss = checkpoint(block, x, use_reentrant=reentrant) if anew else block(x)
         loss.backward()
-        grads.append([t.grad for t in (here.leaf, *here.weights)])
-    assert all(map(bitwise_equal, *grads))
+        grads.append([t.grad for t in (here.leaf, *here.weights) if t.grad is not None])
+    assert len(grads[0]) == 3 + first and all(map(bitwise_equal, *grads))
 
 
 def test_a_checkpoint_ends_between_two_layers():
@@ -450,19 +468,28 @@ def test_a_card_adds_a_sum_in_its_product(rows, dtype, recipe):
     torch.testing.assert_close(wider, wide + before.float(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("how", ["ours", "block"])
-def test_other_products_of_a_card_are_followed_by_an_addition(how):
-    given = raw_arguments("cuda", 48, BF16, "block" if how == "block" else "row")
-    given[13] -= 128
-    before = torch.randn(48, WIDTH, device="cuda").to(BF16)
-    if how == "ours":
-        torch.ops.warpsmith._own_product("1")
+@pytest.mark.parametrize("device", DEVICES)
+def test_our_products_are_followed_by_an_addition(device):
+    """On every device, so that it has the bits of a card."""
+    device = torch_device(device.strip("-"))
+    given = raw_arguments(device, 48)
+    given[13] -= 128  # not emulated
+    before = torch.randn(48, WIDTH, device=device).to(BF16)
+    torch.ops.warpsmith._own_product("1")
     try:
         alone, found = RAW(*given)[0], RAW(*given, before)[0]
+        assert torch.ops.warpsmith._own_product("1") >= 2
     finally:
         torch.ops.warpsmith._own_product(os.environ.get("WARPSMITH_OWN_PRODUCT", "auto"))
     assert torch.equal(found, alone + before)
+
+
+@pytest.mark.gpu
+def test_products_of_blocks_are_followed_by_an_addition():
+    given = raw_arguments("cuda", 48, recipe="block")
+    given[13] -= 128
+    before = torch.randn(48, WIDTH, device="cuda").to(BF16)
+    assert torch.equal(RAW(*given, before)[0], RAW(*given)[0] + before)
 
 
 def test_what_is_not_finite_stays_so_in_a_sum():

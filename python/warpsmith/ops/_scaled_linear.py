@@ -557,6 +557,15 @@ def layer(
     return run(x, weight, bias, recipe, state, emulate)
 
 
+def _has_hooks(parameter: Tensor) -> bool:
+    """A sum that passes a layer would call them without a gradient, where nobody uses what the layer has made. Those of
+    a ShardedOptimizer know it."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if parameter._backward_hooks:
+        return True
+    return bool(hooks) and not all(hasattr(hook, "may_be_passed") for hook in hooks.values())
+
+
 def in_eager(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Fp8Recipe, state: Fp8State | None, emulate: bool
 ) -> Tensor:
@@ -569,11 +578,15 @@ def in_eager(
         if x.requires_grad and not x.is_leaf:  # a leaf's gradients are added by torch: nobody waits for them
             held, version = of_gradients.held, x._version
             last = held[3] if held and held[0]() is x and held[2] == version else x
-            y, alias = _apply(last, weight, bias, (recipe, state, options, stream, x))
+            gives = not (_has_hooks(weight) or (bias is not None and _has_hooks(bias)))
+            made = _apply(last, weight, bias, (recipe, state, options, stream, x, gives))
+            if not gives:
+                return made
+            y, alias = made
             of_gradients.held = weakref.ref(x, let_go), weakref.ref(y, let_go), version, alias
             return y
         if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
-            return _apply(x, weight, bias, (recipe, state, options, stream, None))
+            return _apply(x, weight, bias, (recipe, state, options, stream, x, False))
     return _forward(x, weight, bias, recipe, state, options, stream, training, False)[0]
 
 
@@ -668,9 +681,8 @@ _gradients_once = _once(SCALED, _gradients)
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Any) -> Any:
-        """of: x, where the gradient of `x`, it or an alias, is a sum; then another alias is given beside y."""
-        recipe, state, options, stream, of = call
-        x = x if of is None else of
+        """Instead of x an alias may be given, with x in the call. `gives`: another alias beside y."""
+        recipe, state, options, stream, x, gives = call
         y, data, scale, source = _forward(x, weight, bias, recipe, state, options, stream, True, True)
         # The totals as they are now: a layer that is moved gets others.
         totals, dy_scale = (None, None) if state is None else (state.totals(), state.dy_scale)
@@ -685,7 +697,7 @@ class _Eager(torch.autograd.Function):
         else:
             ctx.save_for_backward(None, weight, bias, data, scale, dy_scale)
         ctx.set_materialize_grads(False)  # zeros would cost kernels, and their share of every gradient
-        return y if of is None else (y, of.detach())
+        return (y, x.detach()) if gives else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, total: Tensor | None = None) -> tuple[Tensor | None, ...]:

@@ -103,6 +103,7 @@ class GradientShards:
                 if (shards := this()) is not None:
                     shards._arrived(index)
 
+            arrived.may_be_passed = True  # type: ignore[attr-defined]  # called without a gradient too
             return arrived
 
         self._rivals: list[weakref.ref[GradientShards]] = []
@@ -153,6 +154,8 @@ class GradientShards:
     # The backward.
 
     def _arrived(self, index: int) -> None:
+        if self.params[index].grad is None and index not in self._added:
+            return  # gradients of others have passed its layer, whose own result nobody uses
         if not self.synchronizing:
             if self.phase == REDUCED:
                 self._late = index
