@@ -35,6 +35,7 @@ Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c, void* sums) 
           .set = static_cast<unsigned>(c.set),
           .tiles = static_cast<unsigned>(c.tiles),
           .lanes = c.lanes,
+          .rows_together = c.rows_together(),
           .range_groups = groups,
           .parts = kThreads / groups};
 }

@@ -22,7 +22,7 @@ struct Ranges {
   int64_t vectors, group;                          // vectors: of a range; group: channels of one
   Sums* sums;                                      // [samples, set, tiles, groups]
   unsigned count, set, tiles;                      // count: of a sample
-  int lanes, range_groups, parts;                  // parts: threads of a group
+  int lanes, rows_together, range_groups, parts;   // parts: threads of a group
 };
 
 // A thread's vector of channels, and its rows: `first`, and each rows_together-th before `end`, of all samples' pixels.
@@ -32,9 +32,9 @@ template <int N> struct Place {
   bool here;
 
   __device__ __forceinline__ explicit Place(const Ranges& r)
-      : lane(static_cast<int>(threadIdx.x) % r.lanes),
-        row(static_cast<int>(threadIdx.x) / r.lanes),
-        rows_together(kThreads / r.lanes) {
+      : lane(static_cast<int>(threadIdx.x % static_cast<unsigned>(r.lanes))),
+        row(static_cast<int>(threadIdx.x / static_cast<unsigned>(r.lanes))),
+        rows_together(r.rows_together) {
     unsigned left = blockIdx.x / r.tiles;
     tile = static_cast<int>(blockIdx.x % r.tiles);
     range = static_cast<int>(left % r.count);
@@ -54,7 +54,9 @@ template <int N> struct Place {
   __device__ __forceinline__ int64_t own_channel() const { return here ? vector * N : 0; }
   __device__ __forceinline__ int64_t first_group(const Ranges& r) const { return int64_t{range} * r.range_groups; }
   __device__ __forceinline__ int rows() const {
-    return here && first < end ? static_cast<int>(static_cast<unsigned>(end - first - 1) / rows_together) + 1 : 0;
+    return here && first < end
+               ? static_cast<int>(static_cast<unsigned>(end - first - 1) / static_cast<unsigned>(rows_together)) + 1
+               : 0;
   }
   // visit(k, group): the group of the range in which channel k of this thread's vector lies.
   template <class Visit> __device__ __forceinline__ void each_group(const Ranges& r, const Visit& visit) const {
@@ -157,8 +159,8 @@ struct Parts {
   int groups, group, part, parts;
   __device__ __forceinline__ explicit Parts(const Ranges& r)
       : groups(r.range_groups),
-        group(static_cast<int>(threadIdx.x) % groups),
-        part(static_cast<int>(threadIdx.x) / groups),
+        group(static_cast<int>(threadIdx.x % static_cast<unsigned>(groups))),
+        part(static_cast<int>(threadIdx.x / static_cast<unsigned>(groups))),
         parts(r.parts) {}
 
   // visit(row, i) for items of this thread's group: the i-th of its `wide` ones, in each of `rows` rows.
