@@ -140,11 +140,13 @@ template <class T, int N, bool kSilu> __global__ void __launch_bounds__(kThreads
   __syncthreads();
   const int group_width = static_cast<int>(min(r.group, int64_t{width}));
   Sums of_group{};
-  each_item(r.range_groups, 1, group_width, [&](int group, int, int i) {
-    of_group.first += of_channels[group * group_width + i].first;
-    of_group.second += of_channels[group * group_width + i].second;
+  const Parts parts_of_group(r);
+  parts_of_group.each_item(1, group_width, [&](int, int i) {
+    const Sums& of_channel = of_channels[parts_of_group.group * group_width + i];
+    of_group.first += of_channel.first;
+    of_group.second += of_channel.second;
   });
-  store_sums(r, at, add_parts(totals, r.range_groups, of_group));
+  store_sums(r, at, parts_of_group.add(totals, of_group));
 }
 
 // What dx takes of the group of a channel, times -rstd: the mean of g * weight; that of g * weight * x_hat, times x_hat
@@ -164,8 +166,9 @@ template <class T, int N, bool kSilu> __global__ void __launch_bounds__(kThreads
   Rows<T, N, 2, U, -1, device::Cache::streaming> rows(memory, at, {p.dy, p.x}, {p.dy_stride, p.x_stride});
   float weight[N];
   const Channels<kSilu, N> channels(p, at, weight);
+  const Parts parts(r);
   device::wait_for_previous_kernel();
-  const Sums sums = merged_sums(r, at, totals);
+  const Sums sums = parts.merged(r, at, totals);
   __syncthreads();
   if (static_cast<int>(threadIdx.x) < r.range_groups) {
     const double values = static_cast<double>(r.pixels) * static_cast<double>(r.group);

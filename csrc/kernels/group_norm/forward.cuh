@@ -98,15 +98,16 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, kGroupNorm
   __syncthreads();
   const int wide = group_width % N == 0 ? group_width / N : (group_width + N - 2) / N + 1;  // lanes of a group
   Sums sums{};
-  each_item(r.range_groups, at.rows_together, wide, [&](int group, int row, int i) {
-    const int begin = group * group_width, lane = begin / N + i;
+  const Parts parts(r);
+  parts.each_item(at.rows_together, wide, [&](int row, int i) {
+    const int begin = parts.group * group_width, lane = begin / N + i;
     if (lane * N >= begin + group_width) return;
-    const int before = i == 0 ? group - begin / N * N / group_width : 0;  // groups that this lane has before
+    const int before = i == 0 ? parts.group - begin / N * N / group_width : 0;  // groups that this lane has before
     const Sums& of_lane = of_threads[of_thread(before, row * r.lanes + lane)];
     sums.first += of_lane.first;
     sums.second += of_lane.second;
   });
-  store_sums(r, at, add_parts(totals, r.range_groups, sums));
+  store_sums(r, at, parts.add(totals, sums));
 }
 
 template <class T, int N, bool kSilu> __global__ void __launch_bounds__(kThreads, kGroupNormResident)
@@ -122,8 +123,9 @@ template <class T, int N, bool kSilu> __global__ void __launch_bounds__(kThreads
   float weight[N], bias[N];
   load_channels(weight, p.weight, p.weight_dtype, at.own_channel(), 1.0f);
   load_channels(bias, p.bias, p.weight_dtype, at.own_channel(), 0.0f);
+  const Parts parts(r);
   device::wait_for_previous_kernel();
-  const Sums sums = merged_sums(r, at, totals);
+  const Sums sums = parts.merged(r, at, totals);
   if (const int group = static_cast<int>(threadIdx.x); group < r.range_groups) {
     const double values = static_cast<double>(r.pixels) * static_cast<double>(r.group), mean = sums.first / values;
     const double var = sums.second / values - mean * mean;

@@ -23,6 +23,7 @@ Status config_of(const GroupNormShape& p, int tensors, GroupNormConfig* out) {
 }
 
 Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c, void* sums) {
+  const int groups = static_cast<int>(p.groups / c.ranges);
   return {.pixels = p.pixels,
           .block_pixels = ceil_div(p.pixels, int64_t{c.set}),
           .channels = p.channels,
@@ -34,7 +35,9 @@ Ranges ranges_of(const GroupNormShape& p, const GroupNormConfig& c, void* sums) 
           .set = static_cast<unsigned>(c.set),
           .tiles = static_cast<unsigned>(c.tiles),
           .lanes = c.lanes,
-          .range_groups = static_cast<int>(p.groups / c.ranges)};
+          .rows_together = c.rows_together(),
+          .range_groups = groups,
+          .parts = kThreads / groups};
 }
 
 // after: the kernel waits for the one before it by itself.

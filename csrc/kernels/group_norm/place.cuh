@@ -22,7 +22,7 @@ struct Ranges {
   int64_t vectors, group;                          // vectors: of a range; group: channels of one
   Sums* sums;                                      // [samples, set, tiles, groups]
   unsigned count, set, tiles;                      // count: of a sample
-  int lanes, range_groups;
+  int lanes, rows_together, range_groups, parts;   // parts: threads of a group
 };
 
 // A thread's vector of channels, and its rows: `first`, and each rows_together-th before `end`, of all samples' pixels.
@@ -32,9 +32,9 @@ template <int N> struct Place {
   bool here;
 
   __device__ __forceinline__ explicit Place(const Ranges& r)
-      : lane(static_cast<int>(threadIdx.x) % r.lanes),
-        row(static_cast<int>(threadIdx.x) / r.lanes),
-        rows_together(kThreads / r.lanes) {
+      : lane(static_cast<int>(threadIdx.x % static_cast<unsigned>(r.lanes))),
+        row(static_cast<int>(threadIdx.x / static_cast<unsigned>(r.lanes))),
+        rows_together(r.rows_together) {
     unsigned left = blockIdx.x / r.tiles;
     tile = static_cast<int>(blockIdx.x % r.tiles);
     range = static_cast<int>(left % r.count);
@@ -54,7 +54,9 @@ template <int N> struct Place {
   __device__ __forceinline__ int64_t own_channel() const { return here ? vector * N : 0; }
   __device__ __forceinline__ int64_t first_group(const Ranges& r) const { return int64_t{range} * r.range_groups; }
   __device__ __forceinline__ int rows() const {
-    return here && first < end ? static_cast<int>((end - first - 1) / rows_together) + 1 : 0;
+    return here && first < end
+               ? static_cast<int>(static_cast<unsigned>(end - first - 1) / static_cast<unsigned>(rows_together)) + 1
+               : 0;
   }
   // visit(k, group): the group of the range in which channel k of this thread's vector lies.
   template <class Visit> __device__ __forceinline__ void each_group(const Ranges& r, const Visit& visit) const {
@@ -152,59 +154,65 @@ template <int N> __device__ __forceinline__ void load_channels(float (&to)[N], c
 constexpr int kApart = kThreads + 4;
 __device__ __forceinline__ int of_thread(int k, int thread) { return k * kApart + thread; }
 
-// visit(group, row, i) for items of a group: the i-th of its `wide` ones, in each of `rows` rows. Thread (part, group)
-// takes every parts-th.
-template <class Visit> __device__ __forceinline__ void each_item(int groups, int rows, int wide, const Visit& visit) {
-  const int thread = static_cast<int>(threadIdx.x), group = thread % groups, part = thread / groups;
-  const int parts = kThreads / groups, rows_on = parts / wide, items_on = parts % wide;
-  for (int row = part < parts ? part / wide : rows, i = part % wide; row < rows;) {
-    visit(group, row, i);
-    row += rows_on, i += items_on;
-    if (i >= wide) i -= wide, ++row;
-  }
-}
+// How the threads share the groups of a range: thread (part, group) takes every parts-th item of its group.
+struct Parts {
+  int groups, group, part, parts;
+  __device__ __forceinline__ explicit Parts(const Ranges& r)
+      : groups(r.range_groups),
+        group(static_cast<int>(threadIdx.x % static_cast<unsigned>(groups))),
+        part(static_cast<int>(threadIdx.x / static_cast<unsigned>(groups))),
+        parts(r.parts) {}
 
-// The sums over the parts of each group, in the first `groups` threads.
-__device__ __forceinline__ Sums add_parts(Sums* totals, int groups, const Sums& own) {
-  const int thread = static_cast<int>(threadIdx.x), part = thread / groups;
-  Sums sums = own;
-  totals[thread] = own;
-  for (int left = kThreads / groups, quarter; left > 1; left = quarter) {
-    quarter = (left + 3) / 4;
-    __syncthreads();
-    if (part >= quarter) continue;
-    for (int other = part + quarter, from = thread; other < left; other += quarter) {
-      from += quarter * groups;
-      sums.first += totals[from].first;
-      sums.second += totals[from].second;
+  // visit(row, i) for items of this thread's group: the i-th of its `wide` ones, in each of `rows` rows.
+  template <class Visit> __device__ __forceinline__ void each_item(int rows, int wide, const Visit& visit) const {
+    const int rows_on = parts / wide, items_on = parts % wide;
+    for (int row = part < parts ? part / wide : rows, i = part % wide; row < rows;) {
+      visit(row, i);
+      row += rows_on, i += items_on;
+      if (i >= wide) i -= wide, ++row;
     }
-    totals[thread] = sums;
   }
-  return sums;
-}
+
+  // The sums over the parts of each group, in the first `groups` threads.
+  __device__ __forceinline__ Sums add(Sums* totals, const Sums& own) const {
+    const int thread = static_cast<int>(threadIdx.x);
+    Sums sums = own;
+    totals[thread] = own;
+    for (int left = parts, quarter; left > 1; left = quarter) {
+      quarter = (left + 3) / 4;
+      __syncthreads();
+      if (part >= quarter) continue;
+      for (int other = part + quarter, from = thread; other < left; other += quarter) {
+        from += quarter * groups;
+        sums.first += totals[from].first;
+        sums.second += totals[from].second;
+      }
+      totals[thread] = sums;
+    }
+    return sums;
+  }
+
+  // The sums of the range's groups over all of its blocks, in the order of blocks: the same bits in each of them. Each
+  // of the first threads gets those of one group.
+  template <int N> __device__ __forceinline__ Sums merged(const Ranges& r, const Place<N>& at, Sums* totals) const {
+    const int blocks = static_cast<int>(r.set * r.tiles);
+    const Sums* const from = r.sums + at.sample * blocks * r.groups + at.first_group(r) + group;
+    Sums sums{};
+#pragma unroll 4
+    for (int block = part < parts ? part : blocks; block < blocks; block += parts) {
+      const Sums of_block = device::load(from + block * r.groups);
+      sums.first += of_block.first;
+      sums.second += of_block.second;
+    }
+    return add(totals, sums);
+  }
+};
 
 // Stores the block's sums of its groups.
 template <int N> __device__ __forceinline__ void store_sums(const Ranges& r, const Place<N>& at, const Sums& of_group) {
   if (static_cast<int>(threadIdx.x) >= r.range_groups) return;
   const int64_t block = (at.sample * r.set + at.rank) * r.tiles + at.tile;
   device::store(r.sums + block * r.groups + at.first_group(r) + threadIdx.x, of_group);
-}
-
-// The sums of the range's groups over all of its blocks, in the order of blocks: the same bits in each of them. Each of
-// the first threads gets those of one group.
-template <int N> __device__ __forceinline__ Sums merged_sums(const Ranges& r, const Place<N>& at, Sums* totals) {
-  const int thread = static_cast<int>(threadIdx.x), groups = r.range_groups;
-  const int group = thread % groups, parts = kThreads / groups, part = thread / groups;
-  const int blocks = static_cast<int>(r.set * r.tiles);
-  const Sums* const from = r.sums + at.sample * blocks * r.groups + at.first_group(r) + group;
-  Sums sums{};
-#pragma unroll 4
-  for (int block = part < parts ? part : blocks; block < blocks; block += parts) {
-    const Sums of_block = device::load(from + block * r.groups);
-    sums.first += of_block.first;
-    sums.second += of_block.second;
-  }
-  return add_parts(totals, groups, sums);
 }
 
 }  // namespace warpsmith::group_norm
