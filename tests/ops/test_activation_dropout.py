@@ -70,28 +70,6 @@ def mask_of(y):
     return y != 0
 
 
-def draw(device="cpu", p=0.5, shape=(64, 64)):
-    return warpsmith.dropout_add(torch.ones(shape, device=device), torch.zeros(shape, device=device), p)
-
-
-def test_masks_follow_the_seed_of_torch():
-    torch.manual_seed(1)
-    one, two = draw(), draw()
-    torch.manual_seed(1)
-    again = draw()
-    assert bitwise_equal(one, again)
-    assert 0.4 < (mask_of(one) == mask_of(two)).float().mean() < 0.6
-
-
-@pytest.mark.parametrize("options", [{"p": 0.0}, {"p": 0.5, "training": False}])
-def test_without_dropout_nothing_is_drawn(options):
-    x, residual = torch.randn(4, 8), torch.randn(4, 8)
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    assert bitwise_equal(warpsmith.dropout_add(x, residual, **options), x + residual)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
 def test_a_gradient_that_is_differentiated_has_the_same_bits(dtype):
     x, seed = torch.randn(50, 37).to(dtype).requires_grad_(), torch.tensor([5, 6])
