@@ -2,9 +2,9 @@
 
 import torch
 import warpsmith
-from warpsmith.testing import BadInput, Case, OpSpec, sim
+from warpsmith.testing import Case, OpSpec, sim
 
-from tests.ops.public_calls import but, floor_bytes, raw_ops
+from tests.ops.public_calls import floor_bytes, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STREAM = {"residual": FP32}
@@ -77,22 +77,6 @@ def inputs(case, rng, *, bias, seed=False):
     if seed:
         made["seed"] = rng.integers((2,), 0, 2**62)
     return made
-
-
-BAD_INPUTS = [
-    BadInput("residual dtype", but(residual=lambda g: g["residual"].half()),
-             "residual: expected bfloat16 or float32, got float16"),
-    BadInput("weight dtype", but(weight=lambda g: g["weight"].half()),
-             "weight: expected bfloat16 or float32, got float16"),
-    BadInput("negative eps", but(eps=lambda g: -1.0), r"eps: expected a finite number >= 0, got -1", fake=False),
-]  # fmt: skip
-BAD_BIAS = [
-    BadInput("bias beside a weight", but(bias=lambda g: g["bias"].float()), "bias: expected bfloat16, got float32"),
-]
-BAD_DROPOUT = [
-    BadInput("negative p", but(p=lambda g: -0.1), r"p: expected a number in \[0, 1\], got -0.1"),
-    BadInput("large p", but(p=lambda g: 1.5), r"p: expected a number in \[0, 1\], got 1.5"),
-]
 
 
 def wide_enough(draw, st, case):

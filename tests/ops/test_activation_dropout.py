@@ -53,10 +53,7 @@ SPEC = OpSpec(
     traced="warpsmith::dropout_add",
     opcheck=raw_ops("dropout_add"),
     bad_inputs=[
-        BadInput("residual dtype", but(residual=lambda g: g["residual"].half()), "residual: expected bfloat16, got fl"),
         BadInput("scalar", but(x=lambda g: g["x"].sum(), residual=lambda g: g["x"].sum()), "x: expected at least one"),
-        BadInput("negative p", but(p=lambda g: -0.1), r"p: expected a number in \[0, 1\], got -0.1"),
-        BadInput("large p", but(p=lambda g: 1.5), r"p: expected a number in \[0, 1\], got 1.5"),
         NO_FLOAT64_ON_CUDA,
     ],
     floor_bytes=floor_bytes(3, 2),

@@ -1,6 +1,5 @@
 """The linear losses under the law, on every layout of their inputs; what else each is has a file of its own."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -132,13 +131,9 @@ def with_main_grad(**good):
 
 OPS = torch.ops.warpsmith
 SHARED_BAD = [
-    BadInput("weight dtype", but(weight=lambda g: g["weight"].half()), "weight: expected bfloat16, got float16"),
     BadInput("no classes", but(weight=lambda g: g["weight"][:0]), "weight: expected shape.*with V >= 1, got"),
-    BadInput("chunk", but(max_chunk_bytes=lambda g: 0), "max_chunk_bytes: expected an integer >= 1, got 0"),
 ]  # fmt: skip
 CROSS_ENTROPY_BAD = [
-    BadInput("half class weight", but(class_weight=lambda g: g["weight"][:, 0].half()),
-             "class_weight: expected bfloat16 or float32, got float16"),
     BadInput("learned class weight", but(class_weight=lambda g: torch.nn.Parameter(g["weight"][:, 0].float())),
              "class_weight: expected a tensor without gradient", fake=False),
     BadInput("label", but(target=lambda g: g["target"].clone().fill_(37)),
@@ -146,11 +141,6 @@ CROSS_ENTROPY_BAD = [
              devices=("cpu",)),
     BadInput("checked label", but(target=lambda g: g["target"].clone().fill_(-7), check_labels=lambda g: True),
              "target: expected classes.*got -7 at position 0", fake=False),
-    BadInput("reduction", but(reduction=lambda g: "avg"), "reduction: expected none, mean or sum, got avg"),
-    *(BadInput(f"label smoothing {v}", but(label_smoothing=lambda g, v=v: v),
-               "label_smoothing: expected a number from 0 to 1") for v in (-0.1, 1.1, math.nan)),
-    *(BadInput(f"{name} {v}", but(**{name: lambda g, v=v: v}), f"{name}: expected a finite number >= 0, got {v}")
-      for name in ("z_loss", "softcap") for v in (-1.0, math.nan, math.inf)),
     BadInput("dw dtype", but(dw_dtype=lambda g: FP16), "dw_dtype: expected bfloat16 or float32, got float16"),
     BadInput("main grad dtype", but(main_grad=lambda g: g["weight"].detach().clone()),
              "main_grad: expected float32, got bfloat16"),
@@ -227,13 +217,10 @@ LOG_PROB_SPEC = OpSpec(
     opcheck=raw_ops("linear_log_prob"),
     bad_inputs=[
         *SHARED_BAD,
-        BadInput("weight of one dimension", but(weight=lambda g: g["weight"][0]), r"weight: expected shape \(V, 24\)"),
         BadInput("label", but(target=lambda g: g["target"].clone().fill_(37)),
                  r"target: expected classes in \[0, 37\), got 37 at position 0", fake=False, devices=("cpu",)),
         BadInput("negative label", but(target=lambda g: g["target"].clone().index_fill_(0, torch.tensor([2]), -1)),
                  "target: expected classes.*got -1 at position 2", fake=False, devices=("cpu",)),
-        *(BadInput(f"temperature {t}", but(temperature=lambda g, t=t: t), "temperature: expected a finite number > 0",
-                   fake=False) for t in (0.0, -1.0, math.nan, math.inf)),
         NO_FLOAT64_ON_CUDA,
     ],
 )  # fmt: skip
