@@ -3,11 +3,10 @@
 import pytest
 import torch
 import warpsmith
-from warpsmith.reference.activation import dropout_add as reference
 from warpsmith.reference.dropout import dropout_mask
-from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests, sim
+from warpsmith.testing import BadInput, Case, bitwise_equal, op_tests, sim
 
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, floor_bytes, raw_ops
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, floor_bytes, op_spec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.warpsmith
@@ -31,10 +30,8 @@ def bytes_beside(case, _):
     return {"forward": (seeds, 0), "backward": (seeds, 0)}
 
 
-SPEC = OpSpec(
+SPEC = op_spec(
     name="dropout_add",
-    op=warpsmith.dropout_add,
-    reference=reference,
     inputs=inputs,
     # Around a vector, a Philox call and the CPU's 128 lanes; rows that begin inside a call.
     cases=[
@@ -50,8 +47,6 @@ SPEC = OpSpec(
     repeated_cases=[Case((700, 96), FP32)],
     double_backward=True,
     func_transforms=False,
-    traced="warpsmith::dropout_add",
-    opcheck=raw_ops("dropout_add"),
     bad_inputs=[
         BadInput("scalar", but(x=lambda g: g["x"].sum(), residual=lambda g: g["x"].sum()), "x: expected at least one"),
         NO_FLOAT64_ON_CUDA,

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 import warpsmith
 from warpsmith.reference.batch_norm import batch_norm as reference
-from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
+from warpsmith.testing import BadInput, Case, op_tests, sim
 from warpsmith.testing.checks import kernels
 from warpsmith.testing.sim import is_loaded
 
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, raw_ops
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, op_spec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -142,7 +142,7 @@ def enough_values(draw, st, case):
 
 
 raw = torch.ops.warpsmith
-SPEC = OpSpec(
+SPEC = op_spec(
     name="batch_norm",
     op=of_pixels(warpsmith.batch_norm),
     reference=of_pixels(reference),
@@ -155,13 +155,11 @@ SPEC = OpSpec(
     expanded=(),
     edges_beside_options=("x", "bias", "residual"),  # the last place of an infinite weight's sums says what is infinite
     double_backward=True,
-    traced="warpsmith::batch_norm",
     gradcheck_cases=[Case((2, 2, 2, 3), FP64, options=o) for o in EVERY],
     repeated_cases=[Case((9, 31, 29, 40), FP32, options=ALL)],
     redraw=enough_values,
     random_cases=2000,
     one_element=False,
-    opcheck=raw_ops("batch_norm"),
     floor_bytes=floor,
     bytes_beside=bytes_beside,
     bad_inputs=[

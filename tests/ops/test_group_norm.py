@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 import warpsmith
 from warpsmith.reference.group_norm import group_norm as reference
-from warpsmith.testing import Case, OpSpec, op_tests, sim
+from warpsmith.testing import Case, op_tests, sim
 from warpsmith.testing.law import measure
 from warpsmith.testing.sim import is_loaded
 
 from tests.dispatched import Dispatched
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, raw_ops
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, op_spec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -136,7 +136,7 @@ def enough_values(draw, st, case):
 
 
 raw = torch.ops.warpsmith
-SPEC = OpSpec(
+SPEC = op_spec(
     name="group_norm",
     op=of_pixels(warpsmith.group_norm),
     reference=of_pixels(reference),
@@ -147,13 +147,11 @@ SPEC = OpSpec(
     laid_out=("x",),
     expanded=(),
     double_backward=True,
-    traced="warpsmith::group_norm",
     gradcheck_cases=[Case((2, 2, 2, 4), FP64, options={"groups": 2, **o}) for o in ({}, SILU)],
     redraw=enough_values,
     random_cases=2000,
     one_element=False,
     edge_steps=2,  # the backward works from the rounded mean and rstd
-    opcheck=raw_ops("group_norm"),
     floor_bytes=floor,
     bytes_beside=bytes_beside,
     bad_inputs=[NO_FLOAT64_ON_CUDA],

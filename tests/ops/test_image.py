@@ -4,9 +4,9 @@ import pytest
 import torch
 import warpsmith
 from warpsmith.reference.image import normalize_image as reference
-from warpsmith.testing import Case, OpSpec, op_tests
+from warpsmith.testing import Case, op_tests
 
-from tests.ops.public_calls import raw_ops
+from tests.ops.public_calls import op_spec
 
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
@@ -30,10 +30,8 @@ CASES = [
     *(Case((7, 24, 40, 3), options={"flip": flip}) for flip in (False, True)),  # of two blocks
 ]
 TestNormalizeImage = op_tests(
-    OpSpec(
+    op_spec(
         name="normalize_image",
-        op=warpsmith.normalize_image,
-        reference=reference,
         oracle=lambda case, **given: reference(**{**given, "dtype": torch.float64}),
         inputs=inputs,
         cases=CASES,
@@ -44,8 +42,6 @@ TestNormalizeImage = op_tests(
         sim_elements=2**15,
         one_element=False,  # of three channels
         zero_sizes=False,  # likewise: test_nothing
-        traced="warpsmith::normalize_image",
-        opcheck=raw_ops("normalize_image"),
         floor_bytes=lambda case: {
             "forward": torch.Size(case.shape).numel() * (1 + case.options.get("to", FP16).itemsize)
         },

@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 import warpsmith
-from warpsmith import reference
-from warpsmith.testing import LAYOUTS, BadInput, Case, OpSpec, bitwise_equal, op_tests
+from warpsmith.testing import LAYOUTS, BadInput, Case, bitwise_equal, op_tests
 from warpsmith.testing.sim import is_loaded, launches, torch_device
 
-from tests.ops.public_calls import but, in_call, raw_ops
+from tests.ops.public_calls import but, in_call, op_spec, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, FP16, FP32, FP64)
@@ -154,10 +153,8 @@ SHARED = {
     "autocast": lambda good, dtype: (dtype,),
     "redraw": other_sizes,
 }
-LINEAR_SPEC = OpSpec(
+LINEAR_SPEC = op_spec(
     name="linear",
-    op=warpsmith.linear,
-    reference=reference.linear,
     inputs=linear_inputs,
     cases=LINEAR_CASES,
     differentiable=("x", "weight", "bias", "residual"),
@@ -166,34 +163,26 @@ LINEAR_SPEC = OpSpec(
         *(Case((3, 4), FP64, options={"out": 5, "activation": a}) for a in (None, *ACTIVATIONS[1:])),
         Case((3, 4), FP64, options={"out": 5, "activation": "silu", "residual": True, "bias": False}),
     ],
-    traced="warpsmith::linear",
     opcheck=raw_ops("linear") | in_call(with_main_grad, OPS.linear_backward_main_grad),
     bad_inputs=LINEAR_BAD,
     **SHARED,
 )
-MLP_SPEC = OpSpec(
+MLP_SPEC = op_spec(
     name="mlp",
-    op=warpsmith.mlp,
-    reference=reference.mlp,
     inputs=mlp_inputs,
     cases=MLP_CASES,
     differentiable=("x", "w1", "b1", "w2", "b2"),
     laid_out=("x", "w1", "w2"),
     gradcheck_cases=[Case((3, 4), FP64, options={"hidden": 5, "out": 2, "activation": a}) for a in ACTIVATIONS[1:]],
-    traced="warpsmith::mlp",
-    opcheck=raw_ops("mlp"),
     **SHARED,
 )
-GATED_SPEC = OpSpec(
+GATED_SPEC = op_spec(
     name="gated_linear",
-    op=warpsmith.gated_linear,
-    reference=reference.gated_linear,
     inputs=gated_inputs,
     cases=GATED_CASES,
     differentiable=("x", "gate_weight", "up_weight", "gate_bias", "up_bias"),
     laid_out=("x", "gate_weight", "up_weight"),
     gradcheck_cases=[Case((3, 4), FP64, options={"out": 5, "activation": a, "bias": True}) for a in ACTIVATIONS[1:]],
-    traced="warpsmith::gated_linear",
     opcheck=raw_ops("gated_linear") | in_call(with_main_grads, OPS.gated_linear_backward_main_grads),
     **SHARED,
 )

@@ -6,10 +6,9 @@ import pytest
 import torch
 import warpsmith
 from warpsmith.reference.linear_loss import linear_cross_entropy as reference
-from warpsmith.reference.linear_loss import linear_log_prob as log_prob_reference
-from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+from warpsmith.testing import BadInput, Case, op_tests
 
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, in_call, raw_ops
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, in_call, op_spec, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, FP16, FP32, FP64)
@@ -158,10 +157,8 @@ def other_classes(draw, st, case):
     return case.but(options={**case.options, "classes": classes})
 
 
-SPEC = OpSpec(
+SPEC = op_spec(
     name="linear_cross_entropy",
-    op=warpsmith.linear_cross_entropy,
-    reference=reference,
     inputs=cross_entropy_inputs,
     edges_beside_options=(),  # ignored rows
     cases=REDUCED_CASES,
@@ -176,7 +173,6 @@ SPEC = OpSpec(
         Case((5, 3), FP64, options={"classes": 7, "max_chunk_bytes": 128, **EVERYTHING}),
         Case((5, 4), FP64, options={"classes": 5, "bias": False, "reduction": "sum"}),
     ],
-    traced="warpsmith::linear_cross_entropy",
     autocast=lambda good, dtype: (torch.float32,),
     opcheck=raw_ops("linear_cross_entropy", "_scaled", "_scale_")
     | in_call(with_main_grad, OPS.linear_cross_entropy_add_),
@@ -195,10 +191,8 @@ ROWS_SPEC = replace(
     floor_bytes=None,
 )
 
-LOG_PROB_SPEC = OpSpec(
+LOG_PROB_SPEC = op_spec(
     name="linear_log_prob",
-    op=warpsmith.linear_log_prob,
-    reference=log_prob_reference,
     inputs=log_prob_inputs,
     cases=LOG_PROB_CASES,
     differentiable=("hidden", "weight", "bias"),
@@ -212,9 +206,7 @@ LOG_PROB_SPEC = OpSpec(
         Case((4, 3), FP64, options={"classes": 7, "temperature": 0.6, "max_chunk_bytes": 128}),
         Case((2, 4), FP64, options={"classes": 5, "bias": False, "save_logits": True}),
     ],
-    traced="warpsmith::linear_log_prob",
     autocast=lambda good, dtype: (torch.float32,) * 3,
-    opcheck=raw_ops("linear_log_prob"),
     bad_inputs=[
         *SHARED_BAD,
         BadInput("label", but(target=lambda g: g["target"].clone().fill_(37)),

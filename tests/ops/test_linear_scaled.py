@@ -11,10 +11,10 @@ from warpsmith import reference
 from warpsmith.amp import Fp8Recipe
 from warpsmith.ops.linear import Fp8State
 from warpsmith.reference.quantize import finite_amax
-from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
+from warpsmith.testing import BadInput, Case, bitwise_equal, op_tests
 from warpsmith.testing.sim import is_loaded, torch_device
 
-from tests.ops.public_calls import but, raw_ops
+from tests.ops.public_calls import but, op_spec, raw_ops
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3 = torch.float8_e4m3fn
@@ -73,10 +73,9 @@ CASES = [
       for m, k, n in ((128, 128, 128), (256, 128, 256), (320, 128, 336), (320, 64, 336))),
 ]  # fmt: skip
 
-SPEC = OpSpec(
+SPEC = op_spec(
     name="scaled_linear",
     op=op,
-    reference=reference.scaled_linear,
     inputs=inputs,
     cases=CASES,
     differentiable=("x", "weight", "bias"),
@@ -86,7 +85,6 @@ SPEC = OpSpec(
     redraw=whole_sizes,
     random_cases=200,
     opcheck={o: None for o in raw_ops("scaled_linear") if "backward" not in str(o)},  # which reads 8-bit floats
-    traced="warpsmith::scaled_linear",
     autocast=lambda g, dtype: (dtype,),
     bad_inputs=[
         BadInput("float64", but(x=lambda g: g["x"].double()), "x: expected float32, float16 or bfloat16, got float64"),

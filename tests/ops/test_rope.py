@@ -4,12 +4,10 @@ import pytest
 import torch
 import warpsmith
 from warpsmith.reference.rope import angles_of, normalised, rotate
-from warpsmith.reference.rope import qk_norm_rope as norm_reference
-from warpsmith.reference.rope import rope as rope_reference
-from warpsmith.testing import LAYOUTS, BadInput, Case, OpSpec, bitwise_equal, lay_out, op_tests, sim
+from warpsmith.testing import LAYOUTS, BadInput, Case, bitwise_equal, lay_out, op_tests, sim
 from warpsmith.testing.sim import is_loaded
 
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, raw_ops
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, op_spec, raw_ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Where ops run by their kernels, which know what the host does not.
@@ -226,10 +224,8 @@ BOTH = {
     "func_transforms": True,
 }
 TestRope = op_tests(
-    OpSpec(
+    op_spec(
         name="rope",
-        op=warpsmith.rope,
-        reference=rope_reference,
         baseline=torch_rope,
         inputs=inputs,
         cases=CASES,
@@ -238,7 +234,6 @@ TestRope = op_tests(
             Case((2, 3, 2, 6), FP64),
             Case((5, 2, 7), FP64, options={"lengths": (2, 3), "rotary_dim": 4, **TURNED}),
         ],
-        traced="warpsmith::rope",
         opcheck=raw_ops("rope", "_inplace"),
         bad_inputs=BAD_INPUTS,
         floor_bytes=lambda case: {"forward": moved(case, 2), "backward": moved(case, 2)},
@@ -248,10 +243,8 @@ TestRope = op_tests(
     )
 )
 TestQkNormRope = op_tests(
-    OpSpec(
+    op_spec(
         name="qk_norm_rope",
-        op=warpsmith.qk_norm_rope,
-        reference=norm_reference,
         baseline=torch_qk_norm_rope,
         inputs=lambda case, rng: inputs(case, rng, WEIGHTS),
         cases=[*CASES, *NORM_CASES],
@@ -260,8 +253,6 @@ TestQkNormRope = op_tests(
             Case((2, 2, 2, 4), FP64),
             Case((3, 1, 5), FP64, options={"lengths": (2, 1), "rotary_dim": 4, **TURNED}),
         ],
-        traced="warpsmith::qk_norm_rope",
-        opcheck=raw_ops("qk_norm_rope"),
         bad_inputs=BAD_INPUTS,
         floor_bytes=lambda case: {"forward": moved(case, 2), "backward": moved(case, 3)},
         bytes_beside=norm_beside,
