@@ -1,5 +1,7 @@
 """attention where others went wrong, and what no table holds: packed inputs, layouts, masks, dropout."""
 
+import functools
+
 import pytest
 import torch
 import warpsmith
@@ -40,29 +42,26 @@ def assert_close_to_reference(leaves, rtol=1e-9, dout=None, **options):
         torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_packed_qkv_gives_the_bits_of_three_tensors_one_gradient(layout):
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sequences"])
+def test_packed_tensors_give_the_bits_of_three_and_one_gradient(layout):
     q, k, v = problem()
+    op, heads = functools.partial(warpsmith.attention, causal=True, layout=layout), 2 if layout == "bshd" else 1
     if layout == "bhsd":
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
-    where = 2 if layout == "bshd" else 1
-    out, lse = warpsmith.attention(q, k, v, causal=True, layout=layout, return_lse=True)
-    apart = gradients(warpsmith.attention, (q, k, v), (out, lse), causal=True, layout=layout)
-    packed = gradients(warpsmith.attention, [torch.stack((q, k, v), where)], (out, lse), causal=True, layout=layout)
-    assert bitwise_equal(packed[0], apart[0])
-    assert bitwise_equal(packed[2], torch.stack(apart[2:], where))
-    kv = gradients(warpsmith.attention, [q, torch.stack((k, v), where)], (out, lse), causal=True, layout=layout)
-    assert bitwise_equal(kv[2], apart[2])
-    assert bitwise_equal(kv[3], torch.stack(apart[3:], where))
-
-
-def test_packed_heads_give_the_bits_of_three_tensors():
-    q, k, v = problem(k_heads=2)
-    out, lse = warpsmith.attention(q, k, v, return_lse=True)
-    apart = gradients(warpsmith.attention, (q, k, v), (out, lse))
-    packed = gradients(warpsmith.attention, [torch.cat((q, k, v), 2)], (out, lse), kv_heads=2)
-    assert bitwise_equal(packed[0], apart[0])
-    assert bitwise_equal(packed[2], torch.cat(apart[2:], 2))
+    if layout == "sequences":
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        lengths = {"cu_seqlens_q": torch.tensor([0, 25, 40], dtype=torch.int32), "max_seqlen_q": 25}
+        op = functools.partial(warpsmith.attention_varlen, causal=True, **lengths)
+    few = [t.narrow(heads, 0, 2).contiguous() for t in (k, v)]
+    for three, joined, packed, options in (
+        ((q, k, v), torch.stack, 3, {}),
+        ((q, k, v), torch.stack, 2, {}),
+        ((q, *few), torch.cat, 3, {"kv_heads": 2}),
+    ):
+        upstream = op(*three, return_lse=True)
+        apart = gradients(op, three, upstream)
+        found = gradients(op, [*three[:-packed], joined(three[-packed:], heads)], upstream, **options)
+        assert all(map(bitwise_equal, found, [*apart[:-packed], joined(apart[-packed:], heads)]))
 
 
 def test_packed_qkv_of_a_linear_layer_is_not_copied_or_joined():

@@ -131,25 +131,6 @@ def test_each_document_has_the_bits_of_itself_alone(options):
             assert bitwise_equal(a, b[begin:end])
 
 
-def test_packed_tensors_give_the_bits_of_three():
-    lengths = (20, 13)
-    q, k, v = problem(lengths)
-    options = {"cu_seqlens_q": offsets(lengths), "max_seqlen_q": 20, "causal": True}
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = warpsmith.attention_varlen(*leaves, **options)
-    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
-    qkv = torch.stack((q, k, v), 1).detach().requires_grad_()
-    of_qkv = warpsmith.attention_varlen(qkv, **options)
-    assert bitwise_equal(of_qkv, out)
-    (dqkv,) = torch.autograd.grad(of_qkv, qkv, torch.ones_like(out))
-    assert bitwise_equal(dqkv, torch.stack(grads, 1))
-    heads = torch.cat((q, k, v), 1).detach().requires_grad_()
-    (dheads,) = torch.autograd.grad(
-        warpsmith.attention_varlen(heads, **options, kv_heads=4), heads, torch.ones_like(out)
-    )
-    assert bitwise_equal(dheads, torch.cat(grads, 1))
-
-
 def test_a_looser_bound_changes_nothing():
     q, k, v = problem((10, 20))
     options = {"causal": True, "dropout_p": 0.3, "seed": SEED}
