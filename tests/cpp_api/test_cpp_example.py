@@ -1,6 +1,5 @@
-"""The C++ side: the examples build and learn; AdamW and gated activations write what Python writes, in place too."""
+"""The C++ side: the examples build and learn; AdamW writes what Python writes."""
 
-import functools
 import os
 import re
 from pathlib import Path
@@ -8,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import warpsmith
-
-from tools import families
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,41 +95,3 @@ def test_bad_input_of_adamw_is_named_and_changes_nothing(cpp):
     with pytest.raises(ValueError, match=r"^adamw: grads\[2\]: expected shape \(9, 3\), got \(2\)$"):
         cpp.adamw(*ours, 0.1, 0.0, False, None, None, None)
     assert all(torch.equal(a, b) for a, b in zip(ours[0], state[0], strict=True))
-
-
-def gated_inputs(packed, dtype=torch.float32):
-    g = torch.Generator().manual_seed(3)
-    shape = (3, 5, 48 if packed else 24)
-    inputs = [torch.randn(shape, generator=g).to(dtype).requires_grad_() for _ in range(1 if packed else 2)]
-    return inputs, torch.randn((3, 5, 24), generator=g).to(dtype)
-
-
-def call_gated(fn, tensors, *rest):
-    return fn(tensors[0], tensors[1] if len(tensors) > 1 else None, *rest)
-
-
-# The C++ functions of a row with the flag are called with it.
-GATED = {
-    row.name: functools.partial(
-        getattr(warpsmith, row.name), **{"approximate": "tanh"} if "tanh" in row.arguments else {}
-    )
-    for row in families.rows("GATED")
-}
-
-
-@pytest.mark.parametrize("name", GATED)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_gated_activations_have_python_values_and_gradients(cpp, name, packed, inplace):
-    inputs, dy = gated_inputs(packed, torch.bfloat16)
-    expected = call_gated(GATED[name], inputs)
-    wanted = torch.autograd.grad(expected, inputs, dy)
-    computed = [t * 1 for t in inputs]
-    y = call_gated(getattr(cpp, name), computed, inplace)
-    assert torch.equal(y, expected)
-    found = torch.autograd.grad(y, computed, dy, retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert [a.data_ptr() == b.data_ptr() for a, b in zip(found, computed, strict=True)] == [inplace] * len(inputs)
-    if inplace:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward(dy)

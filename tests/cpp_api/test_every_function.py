@@ -238,6 +238,21 @@ def test_an_undefined_tensor_is_an_absent_one(cpp, undefined, name, given, pytho
             assert_equal(cpp, name, python, chosen, leaves)
 
 
+@pytest.mark.parametrize(("name", "given", "python"), [p for p in PROBLEMS if "gate" in p.values[1]])
+def test_gradients_over_the_inputs(cpp, name, given, python):
+    for _, chosen, leaves in calls(cpp, name, given):
+        expected = python(**{n: v for n, v in chosen.items() if n != "inplace_backward"})
+        dy = torch.randn_like(expected)
+        wanted = torch.autograd.grad(expected, [*leaves.values()], dy)
+        computed = {n: t * 1 for n, t in leaves.items()}
+        y = getattr(cpp, name)(*(chosen | computed | {"inplace_backward": True}).values())
+        found = torch.autograd.grad(y, [*computed.values()], dy, retain_graph=True)
+        assert torch.equal(y, expected) and same(found, wanted)
+        assert [t.data_ptr() for t in found] == [t.data_ptr() for t in computed.values()]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(dy)
+
+
 BESIDE = ("residual", "weight", "bias")  # may be float32 where x has 16 bits, in norms and biased activations
 DTYPES = [(torch.float64, None), (torch.float16, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)]
 

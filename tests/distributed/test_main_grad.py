@@ -1,4 +1,4 @@
-"""A main_grad on several ranks: reduced by what says so, else refused."""
+"""A main_grad on several ranks that nothing reduces is refused. How it is reduced: test_main_grad_reduction.py."""
 
 import gc
 
@@ -12,84 +12,7 @@ from warpsmith.distributed import ShardedOptimizer, accurate_hook
 from warpsmith.testing.distributed import multirank
 
 pytestmark = pytest.mark.xdist_group("main_grad")
-IN, OUT, CLASSES, MICRO_BATCHES = 4, 8, 5, 3
-
-
-class Model(nn.Module):
-    """Small whole numbers, of which every sum and mean is exact in 16 bits."""
-
-    def __init__(self, fused, transposed=False):
-        super().__init__()
-        self.layer = warpsmith.nn.Linear(IN, OUT, dtype=torch.bfloat16, fuse_main_grad=fused)
-        with torch.no_grad():
-            weight = (torch.arange(OUT * IN, dtype=torch.float32) % 3 - 1).view(OUT, IN).bfloat16()
-            self.layer.weight.copy_(weight)
-            self.layer.bias.zero_()
-        if fused:
-            lies = torch.zeros(IN, OUT).t() if transposed else torch.zeros(OUT, IN)
-            self.layer.weight.main_grad = lies
-
-    def forward(self, x):
-        return self.layer(x)
-
-
-def batches(rank):
-    g = torch.Generator().manual_seed(7 + rank)
-    return [torch.randint(-2, 3, (6, IN), generator=g).bfloat16() for _ in range(MICRO_BATCHES)]
-
-
-def step(model, rank, no_sync):
-    """The gradients of a step of some micro-batches."""
-    *first, last = batches(rank)
-    with no_sync():
-        for x in first:
-            model(x).sum().backward()
-    model(last).sum().backward()
-
-
-@multirank(2, timeout_s=120)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("keep_norm", [False, True])
-def test_accurate_hook_averages_main_grad(rank, world_size, keep_norm, transposed):
-    ddp = DistributedDataParallel(Model(True, transposed))
-    ddp.register_comm_hook(None, accurate_hook(keep_norm=True) if keep_norm else accurate_hook)
-    weight = ddp.module.layer.weight
-    for _ in range(2):
-        step(ddp, rank, ddp.no_sync)
-        of_ranks = torch.stack([sum(x.float().sum(0) for x in batches(r)) for r in range(world_size)])
-        assert torch.equal(weight.main_grad, of_ranks.mean(0).expand(OUT, IN).bfloat16().float())
-        assert not weight.grad.any() and ddp.module.layer.bias.grad.any()
-        weight.main_grad.zero_()
-
-
-@multirank(2, timeout_s=120)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_sharded_optimizer_steps_by_main_grad(rank, world_size, stage, transposed):
-    fused, plain = Model(True, transposed), Model(False)
-    found, expected = (
-        ShardedOptimizer(m.parameters(), warpsmith.optim.SGD, stage=stage, lr=0.5) for m in (fused, plain)
-    )
-    for _ in range(2):
-        for model, optimizer in ((fused, found), (plain, expected)):
-            step(model, rank, optimizer.no_sync)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert not fused.layer.weight.main_grad.any()
-        for a, b in zip(fused.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(a, b)
-
-
-@multirank(2, timeout_s=120)
-def test_a_gradient_beside_main_grad_is_added(rank, world_size):
-    """A tied weight whose other use is no fused one."""
-    weight = nn.Parameter(torch.ones(OUT, IN))
-    weight.main_grad = torch.zeros(OUT, IN)
-    optimizer = ShardedOptimizer([weight], warpsmith.optim.SGD, lr=1.0)
-    x = torch.full((2, IN), 1.0 + rank)
-    (warpsmith.linear(x, weight, main_grad=weight.main_grad).sum() + 3 * weight.sum()).backward()
-    optimizer.step()
-    assert torch.equal(weight.detach(), torch.full((OUT, IN), 1.0 - (2 + 4) / 2 - 3))
+IN, OUT = 4, 8
 
 
 def uses(weight):

@@ -28,6 +28,8 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(WIDTH, dtype=torch.bfloat16)
         for layer in self.layers if fused else ():
             layer.weight.main_grad = torch.zeros(WIDTH, WIDTH)
+        if fused:
+            self.layers[0].weight.main_grad = torch.zeros(WIDTH, WIDTH).t()
 
     def forward(self, x, plain=False, skip=None, checkpointed=False):
         for i, layer in enumerate(self.layers):
@@ -65,9 +67,9 @@ def mean(parts):
     return mean_in_rank_order(stacked).view_as(parts[0]).to(parts[0].dtype)
 
 
-def under_ddp(**options):
+def under_ddp(keep_norm=False, **options):
     ddp = DistributedDataParallel(Model(), bucket_cap_mb=BUCKET_MB, **options)
-    ddp.register_comm_hook(None, accurate_hook)
+    ddp.register_comm_hook(None, accurate_hook(keep_norm=True) if keep_norm else accurate_hook)
     return ddp
 
 
@@ -110,6 +112,7 @@ OPTIONS = {
     "views": {"gradient_as_bucket_view": True},
     "unused": {"find_unused_parameters": True},
     "unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "kept norm": {"keep_norm": True},
 }
 
 
@@ -272,6 +275,8 @@ def test_a_sharded_optimizer_takes_what_mixes(rank, world_size, stage):
         fused = [own(r, steps_of(r))[0] for r in range(world_size)]
         for w, old, *parts in zip(model.weights(), before, *fused, strict=True):
             assert torch.equal(w, (old.float() - mean(parts).float()).bfloat16())
+        optimizer.zero_grad()
+        assert not any(w.main_grad.any() for w in model.weights())
 
 
 @multirank(2, timeout_s=120)

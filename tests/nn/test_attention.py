@@ -134,39 +134,28 @@ def test_offsets_without_a_length_are_named():
             layer()(torch.randn(5, 64), **given)
 
 
+PACKED = {"cu_seqlens": torch.tensor([0, 25, 60], dtype=torch.int32), "max_seqlen": 35}
+WITH_SINK = {"num_kv_heads": 2, "qk_norm": True, "sink": True}
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3}, {"num_kv_heads": 2, "qk_norm": True, "sink": True}])
-def test_activation_checkpointing_changes_no_bit(options, use_reentrant):
+@pytest.mark.parametrize("more", [{}, PACKED], ids=["", "packed"])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3}, WITH_SINK], ids=str)
+def test_activation_checkpointing_changes_no_bit(options, more, use_reentrant):
     """The forward runs twice with one dropout mask: its seed is drawn from torch's generator, which is put back."""
     module = layer(**options)
-    rotary = warpsmith.nn.RotaryEmbedding(16, max_positions=32)
-    x = torch.randn(2, 30, 64, requires_grad=True)
+    rotary = warpsmith.nn.RotaryEmbedding(16, max_positions=35)
+    x = torch.randn(*((60,) if more else (2, 30)), 64, requires_grad=True)
     leaves, results = [x, *module.parameters()], []
-    for checkpointed in (False, True):
+
+    def forward(x):
+        return module(x, rotary.cos, rotary.sin, **more)
+
+    for call in (forward, lambda x: checkpoint(forward, x, use_reentrant=use_reentrant)):
         torch.manual_seed(7)
-        y = (
-            checkpoint(module, x, rotary.cos, rotary.sin, use_reentrant=use_reentrant)
-            if checkpointed
-            else module(x, rotary.cos, rotary.sin)
-        )
+        y = call(x)
         for t in leaves:
             t.grad = None
         y.square().sum().backward()  # the reentrant kind knows no torch.autograd.grad
         results.append((y.detach(), *(t.grad for t in leaves)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_packed_sequences(use_reentrant):
-    module = layer()
-    x, cu_seqlens = torch.randn(12, 64, requires_grad=True), torch.tensor([0, 5, 12], dtype=torch.int32)
-
-    def forward(x):
-        return module(x, cu_seqlens=cu_seqlens, max_seqlen=7)
-
-    grads = []
-    for call in (forward, lambda x: checkpoint(forward, x, use_reentrant=use_reentrant)):
-        x.grad = None
-        call(x).square().sum().backward()
-        grads.append(x.grad)
-    assert torch.equal(*grads)

@@ -1,10 +1,9 @@
 """What the tests of the norm family share: cases, inputs, bad inputs, and the spec of an op from its schema."""
 
 import torch
-import warpsmith
-from warpsmith.testing import BadInput, Case, OpSpec, sim
+from warpsmith.testing import Case, sim
 
-from tests.ops.public_calls import but, floor_bytes, raw_ops
+from tests.ops.public_calls import floor_bytes, op_spec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STREAM = {"residual": FP32}
@@ -79,22 +78,6 @@ def inputs(case, rng, *, bias, seed=False):
     return made
 
 
-BAD_INPUTS = [
-    BadInput("residual dtype", but(residual=lambda g: g["residual"].half()),
-             "residual: expected bfloat16 or float32, got float16"),
-    BadInput("weight dtype", but(weight=lambda g: g["weight"].half()),
-             "weight: expected bfloat16 or float32, got float16"),
-    BadInput("negative eps", but(eps=lambda g: -1.0), r"eps: expected a finite number >= 0, got -1", fake=False),
-]  # fmt: skip
-BAD_BIAS = [
-    BadInput("bias beside a weight", but(bias=lambda g: g["bias"].float()), "bias: expected bfloat16, got float32"),
-]
-BAD_DROPOUT = [
-    BadInput("negative p", but(p=lambda g: -0.1), r"p: expected a number in \[0, 1\], got -0.1"),
-    BadInput("large p", but(p=lambda g: 1.5), r"p: expected a number in \[0, 1\], got 1.5"),
-]
-
-
 def wide_enough(draw, st, case):
     """The deviations of two or three columns are all rounding, now and then, and what they divide with it."""
     return case.but(shape=(*case.shape[:-1], max(8, case.shape[-1])))
@@ -156,22 +139,18 @@ def spec_of(name, **more):
 
     rows = ("x", "residual") if residual else ("x",)
     made = {
-        "op": getattr(warpsmith, name),
-        "reference": getattr(warpsmith.reference, name),
         "differentiable": tuple(n for n in ("x", "residual", "weight", "bias") if n in names),
         "outputs": ("y", "residual_out") if residual else ("y",),
         "laid_out": rows,
         "double_backward": True,
         "func_transforms": True,
-        "traced": f"warpsmith::{name}",
         "sim_elements": 65_000,
         "repeated_cases": [Case((700, 96), FP32)],  # of which CPU threads share the rows
         "redraw": wide_enough,
-        "opcheck": raw_ops(name),
         "bytes_beside": bytes_beside(name, "bias" in names, residual, dropout),
         "bytes_cases": [c for c in more["cases"] if has_a_formula(c, name, residual, dropout)],
         "floor_bytes": floor_bytes(4 if residual else 2, 5 if dropout else 4 if residual else 3),
     }
     if not dropout:
         made["batched"] = rows
-    return OpSpec(name=name, **made, **more)
+    return op_spec(name, **made, **more)

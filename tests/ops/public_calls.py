@@ -2,7 +2,7 @@
 
 import torch
 import warpsmith
-from warpsmith.testing import BadInput
+from warpsmith.testing import BadInput, OpSpec
 from warpsmith.testing.run import FirstCalls
 
 from tools import families
@@ -99,6 +99,12 @@ def raw_ops(name, *more):
     made = (getattr(torch.ops.warpsmith, name + ending, None) for ending in ("", "_forward", "_inference", "_backward"))
     others = (getattr(torch.ops.warpsmith, name + ending) for ending in more)
     return dict.fromkeys(op.default for op in (*made, *others) if op is not None)
+
+
+def op_spec(name, **more):
+    """The spec of a public op: what follows from its name, and ``more``."""
+    own = {"op": getattr(warpsmith, name), "reference": getattr(warpsmith.reference, name)}
+    return OpSpec(name=name, **own | {"traced": f"warpsmith::{name}", "opcheck": raw_ops(name)} | more)
 
 
 def in_call(call, op, *alike):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import warpsmith
-from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
+from warpsmith.testing import Case, op_tests, sim
 
 from benchmarks.bench_activation import function_of
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, floor_bytes, raw_ops
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, floor_bytes, op_spec
 from tools import families
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -26,17 +26,8 @@ CASES = [
 FEW_CASES = CASES[::2]  # for ops that share the body
 
 
-BAD_INPUTS = [
-    BadInput("bias dtype", but(bias=lambda g: g["bias"].half()), "bias: expected bfloat16 or float32, got float16"),
-    NO_FLOAT64_ON_CUDA,
-]  # fmt: skip
-
-
 EXACT = {"approximate": "none"}
 EXACT_CASES = [Case((5, 136), dtype, options=EXACT) for dtype in (BF16, FP32, FP16, FP64)]
-BAD_APPROXIMATION = [
-    BadInput("approximation", but(approximate=lambda g: "erf"), "approximate: expected 'none' or 'tanh', got 'erf'"),
-]
 ROWS = families.rows("BIASED")
 FORMS = families.forms("BIASED")
 
@@ -66,10 +57,8 @@ def spec_of(row):
         made = {"x": rng.normal(case.shape, std=2.0), "bias": rng.normal(case.shape[-1:])}
         return made if argument is None else {**made, argument: case.options.get(argument, "tanh")}
 
-    return OpSpec(
+    return op_spec(
         name=name,
-        op=getattr(warpsmith, name),
-        reference=reference,
         baseline=baseline,
         inputs=inputs,
         cases=FEW_CASES if argument is None else CASES + EXACT_CASES,
@@ -82,9 +71,7 @@ def spec_of(row):
         repeated_cases=[Case((4096, 50), FP32)],  # of which CPU threads share the rows
         double_backward=True,
         func_transforms=True,
-        traced=f"warpsmith::{name}",
-        opcheck=raw_ops(name),
-        bad_inputs=BAD_INPUTS + BAD_APPROXIMATION * (argument is not None),
+        bad_inputs=[NO_FLOAT64_ON_CUDA],
         floor_bytes=floor_bytes(2, 3),
         bytes_beside=bytes_beside,
     )

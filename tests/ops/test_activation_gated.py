@@ -5,11 +5,11 @@ import functools
 import pytest
 import torch
 import warpsmith
-from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
+from warpsmith.testing import BadInput, Case, bitwise_equal, op_tests
 from warpsmith.testing.sim import counted, is_loaded
 
 from benchmarks.bench_activation import function_of
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, raw_ops
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, op_spec
 from tools import families
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -44,7 +44,6 @@ def inputs(case, rng):
 
 
 BAD_INPUTS = [
-    BadInput("up dtype", but(up=lambda g: g["up"].half()), "up: expected bfloat16, got float16"),
     BadInput("scalar", but(gate=lambda g: g["gate"].sum(), up=lambda g: None), "gate: expected at least one dimension"),
     BadInput("odd", but(gate=lambda g: g["gate"][:, :7], up=lambda g: None), "gate: expected an even last dimension"),
     NO_FLOAT64_ON_CUDA,
@@ -56,9 +55,6 @@ TANH_CASES = [
     *(Case((5, width), dtype, options=TANH) for width in (7, 256) for dtype in (BF16, FP32, FP16, FP64)),
     Case((5, 66), BF16, options={**PACKED, **TANH}),
 ]
-BAD_APPROXIMATION = [
-    BadInput("approximation", but(approximate=lambda g: "sigmoid"), r"approximate: expected 'none' or 'tanh', got 'si"),
-]
 ROWS = families.rows("GATED")
 FORMS = families.forms("GATED")
 
@@ -67,8 +63,6 @@ def spec_of(row):
     """The first row has all cases, one with a flag the cases of both its functions, another few."""
     name, function = row.name, function_of(row)
     argument = "approximate" if "tanh" in row.arguments else None
-    op = getattr(warpsmith, name)
-    reference = getattr(warpsmith.reference, name)
 
     def with_extra(case, rng):
         made = inputs(case, rng)
@@ -86,10 +80,8 @@ def spec_of(row):
     def whole_pairs(draw, st, case):
         return case.but(shape=(*case.shape[:-1], -(-case.shape[-1] // 2) * 2)) if case.options.get("packed") else case
 
-    return OpSpec(
+    return op_spec(
         name=name,
-        op=op,
-        reference=reference,
         baseline=baseline,
         inputs=with_extra,
         cases=CASES if row == ROWS[0] else FEW_CASES + TANH_CASES * (argument is not None),
@@ -100,9 +92,7 @@ def spec_of(row):
         gradcheck_cases=[Case((3, 5), FP64), Case((2, 6), FP64, options={**PACKED, **TANH})],
         double_backward=True,
         func_transforms=True,
-        traced=f"warpsmith::{name}",
-        opcheck=raw_ops(name),
-        bad_inputs=BAD_INPUTS + BAD_APPROXIMATION * (argument is not None),
+        bad_inputs=BAD_INPUTS,
         floor_bytes=floor_bytes,
         redraw=whole_pairs,
     )

@@ -2,19 +2,15 @@
 
 import pytest
 import torch
-import warpsmith
-from warpsmith.reference.activation import relu_squared as reference
-from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+from warpsmith.testing import Case, op_tests
 
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, floor_bytes, raw_ops
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, floor_bytes, op_spec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.warpsmith
 
-SPEC = OpSpec(
+SPEC = op_spec(
     name="relu_squared",
-    op=warpsmith.relu_squared,
-    reference=reference,
     baseline=lambda x: torch.relu(x).square(),
     inputs=lambda case, rng: {"x": rng.normal(case.shape)},
     cases=[
@@ -29,12 +25,7 @@ SPEC = OpSpec(
     gradcheck_cases=[Case((3, 5), FP64)],
     double_backward=True,
     func_transforms=True,
-    traced="warpsmith::relu_squared",
-    opcheck=raw_ops("relu_squared"),
-    bad_inputs=[
-        BadInput("integers", lambda good: {"x": good["x"].int()}, r"x: expected float32.*got int32"),
-        NO_FLOAT64_ON_CUDA,
-    ],
+    bad_inputs=[NO_FLOAT64_ON_CUDA],
     floor_bytes=floor_bytes(2, 3),
 )  # fmt: skip
 

@@ -93,10 +93,7 @@ SPEC = OpSpec(
     opcheck=raw_ops("attention"),
     bad_inputs=[
         BadInput("no offsets", but(cu_seqlens_q=lambda g: None), "cu_seqlens_q: expected a tensor, got None"),
-        BadInput("one offset", but(cu_seqlens_q=lambda g: g["cu_seqlens_q"][:1]),
-                 r"cu_seqlens_q: expected shape \(sequences \+ 1\), got \(1\)"),
         BadInput("no length", but(max_seqlen_q=lambda g: None), "max_seqlen_q: expected an integer, got NoneType"),
-        BadInput("negative length", but(max_seqlen_k=lambda g: -1), "max_seqlen_k: expected an integer >= 0, got -1"),
         BadInput("falling offsets", but(cu_seqlens_q=lambda g: g["cu_seqlens_q"].flip(0) * 0 + torch.tensor(
             [0, 20, 13], dtype=torch.int32)), "cu_seqlens_q: expected offsets that never fall, of at most 33 tokens, "
                  "got 13 after 20 at index 2", fake=False, devices=("cpu",)),
@@ -132,42 +129,6 @@ def test_each_document_has_the_bits_of_itself_alone(options):
         assert bitwise_equal(one[1], lse[:, begin:end].contiguous())
         for a, b in zip(torch.autograd.grad(one, leaves, one), grads, strict=True):
             assert bitwise_equal(a, b[begin:end])
-
-
-def test_equal_lengths_have_the_bits_of_a_batch():
-    q, k, v = problem((16, 16, 16))
-    packed = warpsmith.attention_varlen(q, k, v, offsets((16, 16, 16)), max_seqlen_q=16, causal=True)
-    batch = warpsmith.attention(*(t.view(3, 16, 4, 16) for t in (q, k, v)), causal=True)
-    assert bitwise_equal(packed.view(3, 16, 4, 16), batch)
-
-
-def test_packed_tensors_give_the_bits_of_three():
-    lengths = (20, 13)
-    q, k, v = problem(lengths)
-    options = {"cu_seqlens_q": offsets(lengths), "max_seqlen_q": 20, "causal": True}
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = warpsmith.attention_varlen(*leaves, **options)
-    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
-    qkv = torch.stack((q, k, v), 1).detach().requires_grad_()
-    of_qkv = warpsmith.attention_varlen(qkv, **options)
-    assert bitwise_equal(of_qkv, out)
-    (dqkv,) = torch.autograd.grad(of_qkv, qkv, torch.ones_like(out))
-    assert bitwise_equal(dqkv, torch.stack(grads, 1))
-    heads = torch.cat((q, k, v), 1).detach().requires_grad_()
-    (dheads,) = torch.autograd.grad(
-        warpsmith.attention_varlen(heads, **options, kv_heads=4), heads, torch.ones_like(out)
-    )
-    assert bitwise_equal(dheads, torch.cat(grads, 1))
-
-
-def test_tokens_behind_the_last_sequence():
-    q, k, v = (t.requires_grad_() for t in problem((10, 20), rest=5))
-    out, lse = warpsmith.attention_varlen(q, k, v, offsets((10, 20)), max_seqlen_q=20, return_lse=True)
-    assert bool((out[30:] == 0).all())
-    assert bool((lse[:, 30:] == float("-inf")).all())
-    for grad in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)):
-        assert bool((grad[30:] == 0).all())
-        assert bool(grad.isfinite().all())
 
 
 def test_a_looser_bound_changes_nothing():

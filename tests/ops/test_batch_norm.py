@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 import warpsmith
 from warpsmith.reference.batch_norm import batch_norm as reference
-from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
+from warpsmith.testing import BadInput, Case, op_tests, sim
 from warpsmith.testing.checks import kernels
 from warpsmith.testing.sim import is_loaded
 
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, raw_ops
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, op_spec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -142,7 +142,7 @@ def enough_values(draw, st, case):
 
 
 raw = torch.ops.warpsmith
-SPEC = OpSpec(
+SPEC = op_spec(
     name="batch_norm",
     op=of_pixels(warpsmith.batch_norm),
     reference=of_pixels(reference),
@@ -155,31 +155,20 @@ SPEC = OpSpec(
     expanded=(),
     edges_beside_options=("x", "bias", "residual"),  # the last place of an infinite weight's sums says what is infinite
     double_backward=True,
-    traced="warpsmith::batch_norm",
     gradcheck_cases=[Case((2, 2, 2, 3), FP64, options=o) for o in EVERY],
     repeated_cases=[Case((9, 31, 29, 40), FP32, options=ALL)],
     redraw=enough_values,
     random_cases=2000,
     one_element=False,
-    opcheck=raw_ops("batch_norm"),
     floor_bytes=floor,
     bytes_beside=bytes_beside,
     bad_inputs=[
         BadInput("one value a channel", but(x=lambda g: g["x"][:1, :1, :1]),
                  r"x: expected more than 1 value per channel when training, got input size \(1, \d+, 1, 1\)"),
-        BadInput("weight dtype", but(weight=lambda g: g["weight"].half()),
-                 "weight: expected bfloat16 or float32, got float16"),
-        BadInput("bias beside a weight", but(bias=lambda g: g["bias"].float()), "bias: expected bfloat16, got float32"),
-        BadInput("running dtype", but(running_mean=lambda g: g["running_mean"].half()),
-                 "running_mean: expected bfloat16 or float32, got float16"),
         BadInput("no running_var", but(running_var=lambda g: None), "running_var: expected a tensor beside"),
         BadInput("evaluated without statistics", but(running_mean=lambda g: None, running_var=lambda g: None,
                                                      training=lambda g: False),
                  "running_mean: expected a tensor when training is False, got None"),
-        BadInput("residual dtype", but(residual=lambda g: g["x"].float()), "residual: expected bfloat16, got float32"),
-        BadInput("activation", but(activation=lambda g: "gelu"), "activation: expected one of None, relu, got"),
-        BadInput("negative eps", but(eps=lambda g: -1.0), "eps: expected a finite number >= 0, got -1", fake=False),
-        BadInput("momentum", but(momentum=lambda g: float("nan")), "momentum: expected a finite number", fake=False),
         NO_FLOAT64_ON_CUDA,
     ],
 )  # fmt: skip

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 import warpsmith
 from warpsmith.reference.group_norm import group_norm as reference
-from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
+from warpsmith.testing import Case, op_tests, sim
 from warpsmith.testing.law import measure
 from warpsmith.testing.sim import is_loaded
 
 from tests.dispatched import Dispatched
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, raw_ops
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, op_spec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -135,7 +135,7 @@ def enough_values(draw, st, case):
 
 
 raw = torch.ops.warpsmith
-SPEC = OpSpec(
+SPEC = op_spec(
     name="group_norm",
     op=of_pixels(warpsmith.group_norm),
     reference=of_pixels(reference),
@@ -146,25 +146,14 @@ SPEC = OpSpec(
     laid_out=("x",),
     expanded=(),
     double_backward=True,
-    traced="warpsmith::group_norm",
     gradcheck_cases=[Case((2, 2, 2, 4), FP64, options={"groups": 2, **o}) for o in ({}, SILU)],
     redraw=enough_values,
     random_cases=2000,
     one_element=False,
     edge_steps=2,  # the backward works from the rounded mean and rstd
-    opcheck=raw_ops("group_norm"),
     floor_bytes=floor,
     bytes_beside=bytes_beside,
-    bad_inputs=[
-        BadInput("groups", but(num_groups=lambda g: 5), "num_groups: expected a divisor of 8 channels, got 5"),
-        BadInput("no groups", but(num_groups=lambda g: 0), "num_groups: expected a divisor of 8 channels, got 0"),
-        BadInput("weight dtype", but(weight=lambda g: g["weight"].half()),
-                 "weight: expected bfloat16 or float32, got float16"),
-        BadInput("bias beside a weight", but(bias=lambda g: g["bias"].float()), "bias: expected bfloat16, got float32"),
-        BadInput("activation", but(activation=lambda g: "gelu"), "activation: expected one of None, silu, got"),
-        BadInput("negative eps", but(eps=lambda g: -1.0), "eps: expected a finite number >= 0, got -1", fake=False),
-        NO_FLOAT64_ON_CUDA,
-    ],
+    bad_inputs=[NO_FLOAT64_ON_CUDA],
 )  # fmt: skip
 
 TestGroupNorm = op_tests(SPEC)

@@ -4,9 +4,9 @@ import pytest
 import torch
 import warpsmith
 from warpsmith.reference.image import normalize_image as reference
-from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+from warpsmith.testing import Case, op_tests
 
-from tests.ops.public_calls import but, raw_ops
+from tests.ops.public_calls import op_spec
 
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
@@ -30,10 +30,8 @@ CASES = [
     *(Case((7, 24, 40, 3), options={"flip": flip}) for flip in (False, True)),  # of two blocks
 ]
 TestNormalizeImage = op_tests(
-    OpSpec(
+    op_spec(
         name="normalize_image",
-        op=warpsmith.normalize_image,
-        reference=reference,
         oracle=lambda case, **given: reference(**{**given, "dtype": torch.float64}),
         inputs=inputs,
         cases=CASES,
@@ -44,25 +42,11 @@ TestNormalizeImage = op_tests(
         sim_elements=2**15,
         one_element=False,  # of three channels
         zero_sizes=False,  # likewise: test_nothing
-        traced="warpsmith::normalize_image",
-        opcheck=raw_ops("normalize_image"),
         floor_bytes=lambda case: {
             "forward": torch.Size(case.shape).numel() * (1 + case.options.get("to", FP16).itemsize)
         },
         bytes_cases=PLAIN,
         redraw=lambda draw, st, case: case.but(shape=(*case.shape[:3], 3)),
-        bad_inputs=[
-            BadInput("dtype", but(x=lambda g: g["x"].float()), "x: expected uint8, got float32"),
-            BadInput("channels", but(x=lambda g: g["x"][..., :1]), r"x: expected shape \(N, H, W, 3\), got"),
-            BadInput("no_tensor", but(x=lambda g: 3.0), "x: expected a tensor, got the float", TypeError, fake=False),
-            BadInput("two", but(mean=lambda g: (0.1, 0.2)), "mean: expected three numbers, got 2 of them"),
-            BadInput("text", but(mean=lambda g: "abc"), "mean: expected three numbers, got", TypeError),
-            BadInput("a_tensor", but(std=lambda g: torch.ones(3)), "std: expected three numbers, got", TypeError),
-            BadInput("zero", but(std=lambda g: (1.0, 0.0, 1.0)), "std: expected positive numbers, got 0"),
-            BadInput("nan", but(mean=lambda g: (1.0, float("nan"), 1.0)), "mean: expected a finite number"),
-            BadInput("flags", but(flip=lambda g: torch.ones(len(g["x"]))), "flip: expected bool, got float32"),
-            BadInput("to", but(dtype=lambda g: torch.int8), "dtype: expected float32, float16 or bfloat16, got int8"),
-        ],
     )
 )  # fmt: skip
 

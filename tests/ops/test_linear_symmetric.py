@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 import warpsmith
-from warpsmith import reference
-from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
+from warpsmith.testing import Case, bitwise_equal, op_tests
 from warpsmith.testing.sim import is_loaded, launches, torch_device
 
-from tests.ops.public_calls import but, raw_ops
+from tests.ops.public_calls import op_spec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, FP16, FP32, FP64)
@@ -25,10 +24,8 @@ CASES = [
     Case((1030, 8), FP32),  # in panels
     Case((2, 1030, 8), BF16, layouts={"x": "transposed"}),
 ]
-SPEC = OpSpec(
+SPEC = op_spec(
     name="matmul_symmetric",
-    op=warpsmith.matmul_symmetric,
-    reference=reference.matmul_symmetric,
     inputs=lambda case, rng: {"x": rng.normal(case.shape)},
     cases=CASES,
     outputs=("y",),
@@ -41,12 +38,6 @@ SPEC = OpSpec(
     backward_kernels=False,  # torch's product
     autocast=lambda good, dtype: (dtype,),
     gradcheck_cases=[Case((3, 4), FP64), Case((2, 3, 2), FP64)],
-    traced="warpsmith::matmul_symmetric",
-    opcheck=raw_ops("matmul_symmetric"),
-    bad_inputs=[
-        BadInput("integers", but(x=lambda g: g["x"].int()), "x: expected float32.*got int32"),
-        BadInput("a row", but(x=lambda g: g["x"][0]), r"x: expected at least two dimensions, got \(24\)"),
-    ],
 )
 
 TestMatmulSymmetric = op_tests(SPEC)

@@ -64,13 +64,6 @@ def test_plan_says_which_kernel_runs_and_why(problem, forward, backward):
     assert plan["partial_rows"] >= plan["backward"]["blocks"] // plan["backward"]["cluster"]
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_rows_that_are_no_vectors_are_looped_over(op):
-    for problem in ({"columns": 1023}, {"columns": 1024, "aligned": False}):
-        plan = warpsmith.plan(op, rows=8, **problem, dtype="bfloat16")
-        assert plan["forward"]["kernel"] == plan["backward"]["kernel"] == "looped"
-
-
 def test_wide_rows_stay_on_the_chip_where_there_are_clusters():
     """Up to 65,536 columns in one kernel launch of one pass over the row, forward."""
     for columns in (16384, 32768, 65536):

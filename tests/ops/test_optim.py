@@ -169,11 +169,7 @@ def test_bad_lists_are_refused(label):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, r"adamw: lr: expected a number >= 0, got -1.0"),
         ({"lr": torch.ones((), dtype=torch.float16)}, r"adamw: lr: expected float32 or float64, got"),
-        ({"beta1": 1.0}, r"adamw: beta1: expected a number in \[0, 1\)"),
-        ({"beta2": -0.1}, r"adamw: beta2: expected a number in \[0, 1\)"),
-        ({"eps": -1e-8}, r"adamw: eps: expected a number >= 0"),
         ({"grad_scale": torch.ones(2)}, r"adamw: grad_scale: expected one element"),
         ({"found_inf": torch.zeros((), dtype=torch.float64)}, r"adamw: found_inf: expected float32, got float64"),
         ({"grad_scale": torch.ones((), device="meta")}, r"adamw: grad_scale: expected a tensor on cpu"),

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 import warpsmith
 from warpsmith import reference
-from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
+from warpsmith.testing import Case, op_tests, sim
 
 from tests.dispatched import Dispatched
-from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, raw_ops
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, op_spec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = ("softmax", "log_softmax")
@@ -64,10 +64,8 @@ def some_columns(draw, st, case):
 
 def spec(name):
     theirs = getattr(torch, name)
-    return OpSpec(
+    return op_spec(
         name=name,
-        op=getattr(warpsmith, name),
-        reference=getattr(reference, name),
         baseline=lambda x, dtype: theirs(x, -1, dtype) if x.dim() else reference.softmax(x, dtype=dtype),
         oracle=lambda case, x, dtype: getattr(reference, name)(x),
         inputs=inputs,
@@ -81,14 +79,7 @@ def spec(name):
         edge_steps=2,  # the backward works from the rounded result
         redraw=some_columns,
         random_cases=2000,
-        traced=f"warpsmith::{name}",
-        opcheck=raw_ops(name),
-        bad_inputs=[
-            BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
-            BadInput("to integers", but(dtype=lambda g: torch.int8), "dtype: expected float32.*, got int8"),
-            BadInput("no dtype", but(dtype=lambda g: "float32"), "dtype: expected a torch.dtype, got", TypeError),
-            NO_FLOAT64_ON_CUDA,
-        ],
+        bad_inputs=[NO_FLOAT64_ON_CUDA],
         floor_bytes=floor,
         bytes_beside=bytes_beside,
         bytes_cases=CASES,

@@ -1,6 +1,6 @@
-"""Each tensor of each raw op with a wrong shape, dtype or device, made from the schema: refused in words, and before
-anything is written, by the fakes of public ops in the same words; or a value of another kind that the op takes, which
-then gives the same results."""
+"""Each tensor of each raw op and of each public function with a wrong shape, dtype or device, made from the schema:
+refused before anything is written, in words that tell what came beside what was expected, by the fakes of public ops in
+the same words; or a value of another kind that the op takes, which then gives the same results."""
 
 import re
 
@@ -10,7 +10,9 @@ import warpsmith
 from torch.utils._pytree import tree_map_only
 from warpsmith.testing import bitwise_equal
 
+from tests.ops.public_calls import NAMES, NOT_DIFFERENTIABLE, arguments_of, floating_of
 from tests.ops.raw_calls import SCHEMAS, copied, few_calls
+from tests.ops.test_arguments_in_pairs import OF_8_BITS, base_of, others_of
 
 # The table of grad_check_table is addresses, which nothing can check.
 NO_TENSORS = {"_attention_portable_alone", "_code_capability", "grad_check_table"}
@@ -31,6 +33,15 @@ FREE = re.compile(
     rf"|(quantize_fp8 x|fp8_amax x|fp8_scale amax|dequantize_fp8 (data|scale)) {SHAPE}"
     r"|cross_entropy_backward_? dloss no dimension"  # of a loss that is one number
     r"|(qk_norm_)?rope\w* offsets no dimension"  # one for all sequences
+)
+# Likewise of public functions, and the tensors whose dtype may be another one.
+FREE_OF_FUNCTIONS = re.compile(
+    rf"{FREE.pattern}|attention q {ROWS}|attention\w* bias ({ROWS}|no dimension)|normalize_image x {ROWS}"
+    r"|cross_entropy logits a wider row|(qk_norm_)?rope position_offset no dimension"
+    r"|(\w*rms_norm weight|\w*add_\w+ residual|attention\w* (bias|sink)|(linear_)?cross_entropy class_weight"
+    r"|(bias_\w+|linear|mlp|gated_linear) (bias|b1|b2|\w+_bias)) another float"
+    r"|(cross_entropy logits|(log_softmax|matmul_symmetric|quantize_fp8|relu_squared|scaled_linear|softmax) x)"
+    r" (another float|half)"
 )
 FORM = re.compile(r"^(\w+): ([\w\[\]]+): expected .+, got .+", re.DOTALL)
 OTHER_DTYPE = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
@@ -115,6 +126,17 @@ def unlike_fake(op, call, kind, said):
     return "taken by the fake"
 
 
+def tells(said, wrong, good):
+    """Whether a message shows what is wrong: the device, the dtype, or a size (of offsets, a count or a value)."""
+    if wrong.device != good.device:
+        return "meta" in said
+    if wrong.dtype != good.dtype:
+        return re.search(rf"\b{str(wrong.dtype).removeprefix('torch.')}\b", said)
+    if not wrong.dim():
+        return "()" in said or "dimension" in said
+    return {*map(str, wrong.shape)} & {*re.findall(r"\d+", said)} or re.search("offset|ascending", said)
+
+
 def complaint(op, call, place, kind):
     """What is wrong with the answer to a call with one wrong tensor; None if nothing is."""
     i, j, t = place
@@ -123,7 +145,8 @@ def complaint(op, call, place, kind):
     found = outcome(op, replaced(call, i, j, wrong.clone()))
     if isinstance(found, ValueError):
         changed = replaced(call, i, j, wrong)
-        return unlike_fake(op, changed, kind, str(found)) if FORM.match(str(found)) else f"said {found}"
+        fits = FORM.match(str(found)) and tells(str(found), wrong, t)
+        return unlike_fake(op, changed, kind, str(found)) if fits else f"said {found}"
     if isinstance(found, Exception):
         no_fake = isinstance(found, NotImplementedError) and wrong.is_meta
         return None if no_fake else f"{type(found).__name__}: {found}"
@@ -148,6 +171,50 @@ def test_wrong_tensors_are_refused(name):
                 if (wrong.shape, wrong.dtype, wrong.device) != (t.shape, t.dtype, t.device):
                     said = complaint(op, call, place, kind)
                     assert said is None, f"{name}: {op._schema.arguments[place[0]].name}, {kind}: {said}"
+
+
+def public_calls(name, device):
+    """The arguments of calls in which each tensor that a public function takes is there."""
+    base = arguments_of(name) if name in OF_8_BITS else base_of(name)
+    more = {} if name in OF_8_BITS else others_of(name, base)
+    more = {n: t for n, t in more.items() if isinstance(t, torch.Tensor) and n not in base}
+    for given in (base, *({**base, n: t} for n, t in more.items())):
+        yield tree_map_only(torch.Tensor, lambda t: (t.bfloat16() if t.dtype == torch.float64 else t).to(device), given)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("learns", [False, True], ids=["", "learns"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "adamw"])
+def test_wrong_tensors_of_functions_are_refused(name, learns, device):
+    def refused(given):
+        try:
+            getattr(warpsmith, name)(**given)
+        except ValueError as error:
+            return str(error)
+
+    asked = set()
+    for given in public_calls(name, device):
+        for key in [key for key, t in given.items() if isinstance(t, torch.Tensor) and key not in asked]:
+            asked.add(key)
+            for kind, change in (WRONG | {"half": torch.Tensor.half}).items():
+                good, wrong = given[key], change(given[key])
+                if (wrong.shape, wrong.dtype, wrong.device) == (good.shape, good.dtype, good.device):
+                    continue
+                called = {**given, key: wrong}
+                for t in floating_of(called).values() if learns and name not in NOT_DIFFERENTIABLE else ():
+                    t.requires_grad_()
+                before = {n: t.detach().clone() for n, t in called.items() if isinstance(t, torch.Tensor)}
+                said, case = refused(called), f"{name} {key} {kind}"
+                if said is None:
+                    unseen = (device == "cuda" and "cu_seqlens" in key) or (wrong.is_meta and len(before) == 1)
+                    assert FREE_OF_FUNCTIONS.fullmatch(case) or unseen, f"taken: {case}"
+                    continue
+                assert FORM.match(said).group(1) == name and tells(said, wrong, good), f"{case}: {said}"
+                assert all(t.is_meta or bitwise_equal(called[n].detach(), t) for n, t in before.items()), case
+                if not wrong.is_meta and key != "cu_seqlens" and "offsets that" not in said:  # of values no fake sees
+                    fake = refused(tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), called)) or ""
+                    until = " expected " if kind in ("integers", "complex") else "\n"  # it may name other dtypes
+                    assert fake.split(until)[0] == said.split(until)[0], f"{case}: {said}, fake: {fake}"
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS.keys() - NO_TENSORS))

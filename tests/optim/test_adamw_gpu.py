@@ -9,7 +9,6 @@ import warpsmith
 from torch import nn
 from torch.testing import assert_close
 from warpsmith.testing import bitwise_equal
-from warpsmith.testing.checks.cuda import no_waits
 
 from benchmarks.bench_optim import launches
 
@@ -54,24 +53,6 @@ def test_one_launch_for_all_parameters_of_all_groups():
     optimizer = warpsmith.optim.AdamW([{"params": params[:1000]}, {"params": params[1000:], "lr": 0.1}])
     optimizer.step()
     assert launches(optimizer.step) == 1
-
-
-def test_the_host_never_waits():
-    params = make_params()
-    optimizer = warpsmith.optim.AdamW(params, lr=1e-2)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
-    gradients = []
-    for i in range(4):
-        set_grads(params, i)
-        gradients.append([p.grad for p in params])
-    optimizer.grad_scale, optimizer.found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
-    with no_waits():
-        for step in gradients:
-            for p, g in zip(params, step, strict=True):
-                p.grad = g
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("tensor_lr", [False, True])

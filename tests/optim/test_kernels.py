@@ -135,7 +135,7 @@ def test_hyperparameters_and_rates_are_read_on_the_device(options, device):
             optimizer.add_param_group({"params": [p], **more})
     b.device_constants = {row: t.to(device) for row, t in a.host_constants().items()}
     for group in b.param_groups:
-        for name in ("betas", "eps", "weight_decay", "alpha", "lr_decay"):
+        for name in ("betas", "eps", "weight_decay", "alpha", "lr_decay", "use_nvlamb"):
             if name in group:
                 group[name] = (0.5, 0.25) if name == "betas" else 0.75
     for lr in (

@@ -136,23 +136,6 @@ def test_groups_and_gradients_that_are_missing():
     assert optimizer.state[params[0]]["step"] == 4
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_hyperparameters_may_lie_on_the_device(device):
-    finals = []
-    for there in (False, True):
-        params = make(device=device)
-        optimizer = warpsmith.optim.LAMB(params, weight_decay=0.5, use_nvlamb=True, betas=(0.5, 0.75))
-        if there:
-            optimizer.device_constants = {row: t.to(device) for row, t in optimizer.host_constants().items()}
-            for group in optimizer.param_groups:
-                group.update(weight_decay=0.0, use_nvlamb=False, betas=(0.0, 0.0))
-        for step in range(2):
-            gradients(params, step)
-            optimizer.step()
-        finals.append([p.detach().clone() for p in params])
-    assert all(torch.equal(a, b) for a, b in zip(*finals, strict=True))
-
-
 @pytest.mark.parametrize("where", ["param", "grad"])
 def test_a_nan_stays_visible(where):
     p = nn.Parameter(torch.ones(5))

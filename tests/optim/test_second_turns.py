@@ -92,16 +92,6 @@ def test_each_option_is_that_of_its_group(options):
     assert asked > 2
 
 
-def test_groups_of_one_seed_each_draw_other_numbers():
-    params = [torch.nn.Parameter(torch.ones(64, dtype=BF16)) for _ in range(GROUPS)]
-    groups = [{"params": [p], "seed": i} for i, p in enumerate(params)]
-    optimizer = warpsmith.optim.AdamW(groups, lr=1e-3, precision="bf16_sr")
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert len({tuple(p.tolist()) for p in params}) == GROUPS
-
-
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_counts_of_more_than_512_tensors_and_two_launches(poison):
     """Whatever the memory of the counts held before."""

@@ -242,13 +242,17 @@ def relu_squared(x: Tensor) -> Tensor:
 _DROPOUT_ADD = "dropout_add"
 
 
-def _dropout_add_fake_forward(x: Tensor, residual: Tensor, seed: Tensor | None, p: float) -> Tensor:
+def _check_dropout_add(x: Tensor, residual: Tensor) -> None:
     checks.float_dtype(_DROPOUT_ADD, "x", x)
     checks.float_dtype(_DROPOUT_ADD, "residual", residual)
     checks.alike(_DROPOUT_ADD, "residual", residual, x)
+    checks.at_least_one_dimension(_DROPOUT_ADD, "x", x)
+
+
+def _dropout_add_fake_forward(x: Tensor, residual: Tensor, seed: Tensor | None, p: float) -> Tensor:
+    _check_dropout_add(x, residual)
     check_p(_DROPOUT_ADD, p)
     check_seed(_DROPOUT_ADD, seed, x)
-    checks.at_least_one_dimension(_DROPOUT_ADD, "x", x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -349,6 +353,7 @@ def dropout_add(
     checks.flags(_DROPOUT_ADD, training=training)
     if not training or p == 0.0:
         return _dropout_add(x, residual, None, 0.0)
-    if seed is None and isinstance(x, Tensor):  # else the op will refuse it
+    if seed is None and isinstance(x, Tensor) and isinstance(residual, Tensor):  # else the op will refuse them
+        _check_dropout_add(x, residual)  # a refused call leaves the generator as it was
         seed = draw_seed(x)
     return _dropout_add(x, residual, seed, p)
