@@ -191,9 +191,13 @@ def same_device(op: str, argument: str, t: Tensor, like: Tensor) -> None:
         refuse(op, argument, f"a tensor on {device_of(like)}", f"a tensor on {device_of(t)}")
 
 
+def dtype_is(op: str, argument: str, t: Tensor, dtype: torch.dtype) -> None:
+    if t.dtype != dtype:
+        refuse(op, argument, dtype_text(dtype), dtype_text(t.dtype))
+
+
 def same_dtype(op: str, argument: str, t: Tensor, like: Tensor) -> None:
-    if t.dtype != like.dtype:
-        refuse(op, argument, dtype_text(like.dtype), dtype_text(t.dtype))
+    dtype_is(op, argument, t, like.dtype)
 
 
 def same_shape(op: str, argument: str, t: Tensor, shape: Sequence[int]) -> None:
@@ -201,10 +205,23 @@ def same_shape(op: str, argument: str, t: Tensor, shape: Sequence[int]) -> None:
         refuse(op, argument, f"shape {shape_text(shape)}", shape_text(t.shape))
 
 
+def exactly(op: str, argument: str, t: Tensor, dtype: torch.dtype, shape: Sequence[int], like: Tensor) -> None:
+    """Refuses a tensor of another dtype or shape, or on another device than ``like``."""
+    dtype_is(op, argument, t, dtype)
+    same_shape(op, argument, t, shape)
+    same_device(op, argument, t, like)
+
+
 def alike(op: str, argument: str, t: Tensor, like: Tensor, shape: Sequence[int] | None = None) -> None:
     """Refuses a tensor of another dtype or device than ``like``, or of another shape, by default that of ``like``."""
-    same_dtype(op, argument, t, like)
-    same_shape(op, argument, t, like.shape if shape is None else shape)
+    exactly(op, argument, t, like.dtype, like.shape if shape is None else shape, like)
+
+
+def offsets(op: str, argument: str, t: Tensor, like: Tensor) -> None:
+    """Refuses what cannot hold the offsets of packed sequences. Their entries are not read."""
+    dtype_is(op, argument, t, torch.int32)
+    if t.dim() != 1 or known(t.shape[0] < 2):
+        refuse(op, argument, "shape (sequences + 1)", shape_text(t.shape))
     same_device(op, argument, t, like)
 
 
@@ -231,10 +248,7 @@ def main_grad(op: str, t: Tensor | None, weight: Tensor, argument: str = "main_g
     if t is None:
         return
     float_dtype(op, argument, t)
-    if t.dtype != wide_dtype(weight):
-        refuse(op, argument, *map(dtype_text, (wide_dtype(weight), t.dtype)))
-    same_shape(op, argument, t, weight.shape)
-    same_device(op, argument, t, weight)
+    exactly(op, argument, t, wide_dtype(weight), weight.shape, weight)
     if not (t.is_contiguous() or (transposed and t.t().is_contiguous())):
         refuse(op, argument, "a contiguous tensor" + " or its transpose" * transposed, "other strides")
 

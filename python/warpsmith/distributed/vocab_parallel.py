@@ -173,10 +173,7 @@ def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         checks.refuse(_LINEAR, "weight", f"shape (classes, {hidden.shape[-1]})", checks.shape_text(weight.shape))
     for name, t, shape in (("weight", weight, weight.shape), ("bias", bias, weight.shape[:1])):
         if t is not None:
-            checks.same_shape(_LINEAR, name, t, shape)
-            checks.same_device(_LINEAR, name, t, hidden)
-            if t.dtype != hidden.dtype:
-                checks.refuse(_LINEAR, name, checks.dtype_text(hidden.dtype), checks.dtype_text(t.dtype))
+            checks.alike(_LINEAR, name, t, hidden, shape)
 
 
 def _rows_text(rows: Tensor, classes: int) -> str:

@@ -47,8 +47,7 @@ def _fake_backward(a: Any) -> tuple[Tensor, ...]:
     return (new_pixels(a.x) if a.want_dx else dy.new_empty((0,)), *of_parameters)
 
 
-register_fake(NAME, _fake_forward, named=True)
-register_fake(NAME + "_forward", _fake_forward, named=True)
+register_fake((NAME, NAME + "_forward"), _fake_forward, named=True)
 register_fake(NAME + "_inference", _fake_inference, named=True)
 register_fake(NAME + "_backward", _fake_backward, named=True)
 

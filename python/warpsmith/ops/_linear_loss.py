@@ -21,6 +21,7 @@ from warpsmith.ops._cross_entropy import (
     check_options,
     check_target,
 )
+from warpsmith.ops._linear import cast_operands
 
 
 def check_max_bytes(op: str, max_bytes: int | None, max_chunk_bytes: int | None, dw_dtype: torch.dtype | None) -> None:
@@ -51,24 +52,14 @@ _LOG_PROB = "linear_log_prob"
 _LOG_PROB_BACKWARD = "linear_log_prob_backward"
 
 
-def under_autocast(
-    op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def under_autocast(op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Sequence[Any]:
     """As torch does for a linear layer: under autocast the product's operands are cast to its dtype."""
     for name, t in (("hidden", hidden), ("weight", weight), ("target", target)):
         if not isinstance(t, Tensor):
             checks.refuse_type(op, name, "a tensor", t)
     if bias is not None and not isinstance(bias, Tensor):
         checks.refuse_type(op, "bias", "a tensor or None", bias)
-    kind = hidden.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast(t: Tensor) -> Tensor:
-        return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
-
-    return cast(hidden), cast(weight), None if bias is None else cast(bias)
+    return cast_operands(hidden, weight, bias)
 
 
 def wants_gradient(t: Tensor | None) -> bool:
@@ -207,15 +198,13 @@ def _fake_log_prob_backward(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _new_gradients(a.hidden, a.weight, (a.want_dhidden, a.want_dweight, a.want_dbias))
 
 
-for _name in ("linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_forward"):
-    register_fake(_name, _fake_cross_entropy, named=True)
+_FORWARDS = "linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_forward"
+register_fake(_FORWARDS, _fake_cross_entropy, named=True)
 register_fake("linear_cross_entropy_rows_backward", _fake_rows_backward, named=True)
 register_fake("linear_cross_entropy_rows_backward_main_grad", _fake_rows_backward_main_grad, named=True)
 register_fake("linear_cross_entropy_scaled", _fake_scaled)
-register_fake("linear_cross_entropy_scale_", _fake_in_place)
-register_fake("linear_cross_entropy_add_", _fake_in_place)
-register_fake("linear_log_prob", _fake_log_prob, named=True)
-register_fake("linear_log_prob_forward", _fake_log_prob, named=True)
+register_fake(("linear_cross_entropy_scale_", "linear_cross_entropy_add_"), _fake_in_place)
+register_fake(("linear_log_prob", "linear_log_prob_forward"), _fake_log_prob, named=True)
 register_fake("linear_log_prob_backward", _fake_log_prob_backward, named=True)
 
 # ---- gradients

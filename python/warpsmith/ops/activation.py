@@ -178,8 +178,7 @@ def _relu_squared_fake_backward(dy: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-register_fake("relu_squared", _relu_squared_fake_forward)
-register_fake("relu_squared_forward", _relu_squared_fake_forward)
+register_fake(("relu_squared", "relu_squared_forward"), _relu_squared_fake_forward)
 register_fake("relu_squared_backward", _relu_squared_fake_backward)
 
 
@@ -253,7 +252,7 @@ def _dropout_add_fake_forward(x: Tensor, residual: Tensor, seed: Tensor | None, 
 
 
 def _dropout_add_fake_backward(dy: Tensor, seed: Tensor, p: float) -> Tensor:
-    op = _DROPOUT_ADD + "_dropout_add_backward"
+    op = _DROPOUT_ADD + "_backward"
     checks.float_dtype(op, "dy", dy)
     check_p(op, p)
     check_seed(op, seed, dy)
@@ -261,8 +260,7 @@ def _dropout_add_fake_backward(dy: Tensor, seed: Tensor, p: float) -> Tensor:
     return torch.empty_like(dy, memory_format=torch.contiguous_format)
 
 
-register_fake("dropout_add", _dropout_add_fake_forward)
-register_fake("dropout_add_forward", _dropout_add_fake_forward)
+register_fake(("dropout_add", "dropout_add_forward"), _dropout_add_fake_forward)
 register_fake("dropout_add_backward", _dropout_add_fake_backward)
 
 _dropout_add_raw_backward = raw.dropout_add_backward.default

@@ -188,7 +188,7 @@ def _attend(
         _check_types({"q": q, "k": k, "v": v}, optional, softmax_scale, softcap)
         checks.refuse_non_number(_OP, "dropout_p", dropout_p, "a number in [0, 1)")
         left, right = _attention.check_window(_OP, causal, window_size)
-        q, k, v = _attention.under_autocast(_OP, q, k, v)  # type: ignore[assignment]
+        q, k, v = _attention.under_autocast(_OP, q, k, v)
         dropout_p = dropout_p if _attention.drops(_OP, dropout_p) else 0.0
         numbers = softmax_scale, softcap, deterministic, 0 if max_seqlen is None else max_seqlen, dropout_p, place.ranks
         call = _Call(
