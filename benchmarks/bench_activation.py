@@ -66,8 +66,7 @@ def time_all(name, ours, eager, rivals, arguments, floor, gpu_shapes, device, op
         contenders = torch_contenders(ours, eager, options)
         if device == "cuda":
             contenders.update(rivals())
-        unit = tensors[0].numel() * tensors[0].element_size()
-        return contenders, tensors, {direction: n * unit for direction, n in floor.items()}
+        return contenders, tensors, floor
 
     return time_cells(name, cell, options.shapes(device, gpu_shapes, CPU_SHAPES, (64, 128)), options)
 

@@ -157,8 +157,7 @@ def of_row(row, device, options):
         contenders = torch_contenders(ours, eager, options)
         if device == "cuda":
             contenders.update(rivals())
-        unit = tensors[0].numel() * tensors[0].element_size()
-        return contenders, tensors, {direction: n * unit for direction, n in elements.items()}
+        return contenders, tensors, elements
 
     gpu_shapes = GPU_SHAPES.get(row.name, ADD_SHAPES[:2])
     return time_cells(row.name, cell, options.shapes(device, gpu_shapes, CPU_SHAPES, (64, 128)), options)

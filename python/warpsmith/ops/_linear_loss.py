@@ -117,10 +117,9 @@ def _new_like(t: Tensor, wanted: bool, dtype: torch.dtype | None = None) -> Tens
     return t.new_empty(t.shape if wanted else (0,), dtype=dtype or t.dtype)
 
 
-def _new_gradients(hidden: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    want_dhidden, want_dweight, want_dbias = wanted
-    dbias = hidden.new_empty(weight.shape[:1] if want_dbias else (0,))
-    return _new_like(hidden, want_dhidden), _new_like(weight, want_dweight), dbias
+def _new_gradients(a: Any, want_dweight: bool) -> tuple[Tensor, Tensor, Tensor]:
+    dbias = a.hidden.new_empty(a.weight.shape[:1] if a.want_dbias else (0,))
+    return _new_like(a.hidden, a.want_dhidden), _new_like(a.weight, want_dweight), dbias
 
 
 def sum_dtype(hidden: Tensor, classes: Any, rows: Any, max_chunk_bytes: int) -> torch.dtype:
@@ -160,13 +159,13 @@ def _fake_cross_entropy(a: Any) -> tuple[Tensor, ...]:
 
 def _fake_rows_backward(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_cross_entropy(_ROWS_BACKWARD, a)
-    return _new_gradients(a.hidden, a.weight, (a.want_dhidden, a.want_dweight, a.want_dbias))
+    return _new_gradients(a, a.want_dweight)
 
 
 def _fake_rows_backward_main_grad(a: Any) -> tuple[Tensor, Tensor]:
     checks.main_grad(_ROWS_BACKWARD, a.main_grad, a.weight)
     _check_cross_entropy(_ROWS_BACKWARD, a)
-    dhidden, _, dbias = _new_gradients(a.hidden, a.weight, (a.want_dhidden, False, a.want_dbias))
+    dhidden, _, dbias = _new_gradients(a, False)
     return dhidden, dbias
 
 
@@ -195,7 +194,7 @@ def _fake_log_prob(a: Any) -> tuple[Tensor, ...]:
 
 def _fake_log_prob_backward(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_inputs(_LOG_PROB_BACKWARD, a.hidden, a.weight, a.target, a.bias)
-    return _new_gradients(a.hidden, a.weight, (a.want_dhidden, a.want_dweight, a.want_dbias))
+    return _new_gradients(a, a.want_dweight)
 
 
 _FORWARDS = "linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_forward"

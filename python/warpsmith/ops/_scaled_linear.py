@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from warpsmith import _C
 from warpsmith._core import checks
+from warpsmith._core.captures import capturing
 from warpsmith._core.library import (
     Gradients,
     Saved,
@@ -240,7 +241,7 @@ class Steps:
         cls.count += 1
         of_rows.clear()
         of_columns.clear()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # replays are not counted
+        if capturing():  # replays are not counted
             params = [p for g in of.param_groups for p in g["params"]] if isinstance(of, torch.optim.Optimizer) else of
             cls.captured |= any(type(p) is not nn.Parameter for p in params)
             _captured.update((p, True) for p in params)
