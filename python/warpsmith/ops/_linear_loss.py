@@ -173,10 +173,6 @@ def _fake_scaled(x: Tensor, factor: Tensor, denominator: Tensor | None, dtype: t
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _fake_in_place(*_: object) -> None:
-    return None
-
-
 def _check_temperature(temperature: float, hidden: Tensor) -> None:
     if not 0 < temperature < math.inf:
         checks.refuse(_LOG_PROB, "temperature", "a finite number > 0", f"{temperature:f}")
@@ -202,7 +198,7 @@ register_fake(_FORWARDS, _fake_cross_entropy, named=True)
 register_fake("linear_cross_entropy_rows_backward", _fake_rows_backward, named=True)
 register_fake("linear_cross_entropy_rows_backward_main_grad", _fake_rows_backward_main_grad, named=True)
 register_fake("linear_cross_entropy_scaled", _fake_scaled)
-register_fake(("linear_cross_entropy_scale_", "linear_cross_entropy_add_"), _fake_in_place)
+register_fake(("linear_cross_entropy_scale_", "linear_cross_entropy_add_"), lambda *_: None)
 register_fake(("linear_log_prob", "linear_log_prob_forward"), _fake_log_prob, named=True)
 register_fake("linear_log_prob_backward", _fake_log_prob_backward, named=True)
 

@@ -137,7 +137,7 @@ def bias_silu(x: Tensor, bias: Tensor) -> Tensor:
     return _bias_silu(x, bias)
 
 
-_bias_relu = biased("bias_relu", lambda x: (torch.relu(x), (x > 0).to(x.dtype)))
+_bias_relu = biased("bias_relu", _relu)
 
 
 @documented(BIASED)
@@ -182,10 +182,6 @@ register_fake(("relu_squared", "relu_squared_forward"), _relu_squared_fake_forwa
 register_fake("relu_squared_backward", _relu_squared_fake_backward)
 
 
-def _relu_squared_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
-    return {"x": call_raw(raw.relu_squared_backward.default, dy, saved.x)}
-
-
 def _relu_squared_differentiable_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     x = saved.x
     math = checks.wide_dtype(x)
@@ -202,7 +198,7 @@ _relu_squared = differentiable(
     forward=raw.relu_squared_forward.default,
     rows=1,
     save=("x",),
-    backward=_relu_squared_backward,
+    backward=lambda saved, wants, dy: {"x": call_raw(raw.relu_squared_backward.default, dy, saved.x)},
     differentiable_backward=_relu_squared_differentiable_backward,
     plain=_relu_squared_plain,
 )
