@@ -87,6 +87,13 @@ def is_int64(value: object) -> bool:
     return -(2**63) <= operator.index(value) < 2**63  # type: ignore[arg-type]
 
 
+def tensors(op: str, optional: bool = False, **values: object) -> None:
+    """Refuses what is no tensor; ``optional``: None is fine."""
+    for argument, value in values.items():
+        if not isinstance(value, Tensor) and not (optional and value is None):
+            refuse_type(op, argument, "a tensor" + " or None" * optional, value)
+
+
 def flags(op: str, **values: object) -> None:
     """Refuses what is neither True nor False: "False" and [0] would be true."""
     for argument, value in values.items():

@@ -96,7 +96,7 @@ def vocab_parallel_cross_entropy(
     """
 
     def check() -> tuple[int, dict[str, str]]:
-        _check_tensors(_LOSS, {"logits": logits, "target": target})
+        checks.tensors(_LOSS, logits=logits, target=target)
         check_inputs(_LOSS, logits, target, None)
         return logits.shape[-1], {"logits": _rows_text(logits, logits.shape[-1])}
 
@@ -148,7 +148,7 @@ def vocab_parallel_linear_cross_entropy(
     tensors = {"hidden": hidden, "weight": weight, "target": target} | ({} if bias is None else {"bias": bias})
 
     def check() -> tuple[int, dict[str, str]]:
-        _check_tensors(_LINEAR, tensors)
+        checks.tensors(_LINEAR, False, **tensors)
         _check_linear(hidden, weight, bias)
         check_inputs(_LINEAR, hidden, target, None)
         with_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
@@ -158,12 +158,6 @@ def vocab_parallel_linear_cross_entropy(
     _agree(_LINEAR, process_group, options, target, check)
     loss: Tensor = _LinearLoss.apply(hidden, weight, bias, target.long(), process_group, options)
     return loss
-
-
-def _check_tensors(op: str, tensors: dict[str, Any]) -> None:
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            checks.refuse_type(op, name, "a tensor", value)
 
 
 def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:

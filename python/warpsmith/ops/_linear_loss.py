@@ -54,11 +54,8 @@ _LOG_PROB_BACKWARD = "linear_log_prob_backward"
 
 def under_autocast(op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Sequence[Any]:
     """As torch does for a linear layer: under autocast the product's operands are cast to its dtype."""
-    for name, t in (("hidden", hidden), ("weight", weight), ("target", target)):
-        if not isinstance(t, Tensor):
-            checks.refuse_type(op, name, "a tensor", t)
-    if bias is not None and not isinstance(bias, Tensor):
-        checks.refuse_type(op, "bias", "a tensor or None", bias)
+    checks.tensors(op, hidden=hidden, weight=weight, target=target)
+    checks.tensors(op, True, bias=bias)
     return cast_operands(hidden, weight, bias)
 
 
