@@ -30,6 +30,11 @@ def value_text(value: object) -> str:
     return text if len(text) <= 100 and "\n" not in text else type(value).__name__
 
 
+def quoted_text(value: object) -> str:
+    """The same, a string in quotation marks."""
+    return repr(value) if isinstance(value, str) else value_text(value)
+
+
 def refuse(op: str, argument: str, expected: str, got: str) -> NoReturn:
     """Raises the one form of error for bad input: op, argument, what was expected and what came."""
     raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
@@ -101,10 +106,12 @@ def flags(op: str, **values: object) -> None:
             refuse_type(op, argument, "True or False", value)
 
 
-def refuse_non_int(op: str, argument: str, value: object) -> None:
-    """Refuses what is no whole number: a float, True, a tensor."""
+def refuse_non_int(op: str, argument: str, value: object, least: float = -math.inf) -> None:
+    """Refuses what is no whole number: a float, True, a tensor; and one below the least."""
     if isinstance(value, bool) or not isinstance(value, int):
         refuse_type(op, argument, "an int", value)
+    if value < least:
+        refuse(op, argument, f"at least {least}", value_text(value))
 
 
 def refuse_non_int64(op: str, argument: str, value: object, expected: str = "an integer of 64 bits") -> None:
@@ -303,7 +310,7 @@ def one_of(op: str, argument: str, value: object, allowed: Sequence[object]) -> 
 def count(op: str, argument: str, value: object, expected: str, least: int) -> None:
     """Refuses what is no whole number from ``least`` on that 64 bits hold."""
     if type(value) is not int or not least <= value < 2**63:
-        refuse(op, argument, expected, repr(value) if isinstance(value, str) else value_text(value))
+        refuse(op, argument, expected, quoted_text(value))
 
 
 def counts(op: str, argument: str, value: Any, least: int) -> tuple[int, int]:

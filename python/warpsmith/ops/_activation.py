@@ -30,12 +30,7 @@ def gelu(x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
 def is_tanh(op: str, approximate: str) -> bool:
     """The flag of the raw ops for torch's argument ``approximate``."""
     if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
-        checks.refuse(
-            op,
-            "approximate",
-            "'none' or 'tanh'",
-            repr(approximate) if isinstance(approximate, str) else checks.value_text(approximate),
-        )
+        checks.refuse(op, "approximate", "'none' or 'tanh'", checks.quoted_text(approximate))
     return approximate == "tanh"
 
 

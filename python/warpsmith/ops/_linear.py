@@ -40,8 +40,8 @@ def activation_number(op: str, activation: str | None, none_allowed: bool = Fals
         return NONE
     if not isinstance(activation, str) or activation not in ACTIVATIONS[1:]:
         known = ", ".join(map(repr, ACTIVATIONS[1:]))
-        got = repr(activation) if isinstance(activation, str) else checks.value_text(activation)
-        checks.refuse(op, "activation", f"one of {'None, ' * none_allowed}{known}", got)
+        expected = f"one of {'None, ' * none_allowed}{known}"
+        checks.refuse(op, "activation", expected, checks.quoted_text(activation))
     return ACTIVATIONS.index(activation)
 
 

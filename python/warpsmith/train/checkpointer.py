@@ -66,9 +66,7 @@ class Checkpointer:
     def __init__(
         self, folder: str | os.PathLike[str], keep: int = 3, *, process_group: ProcessGroup | None = None
     ) -> None:
-        checks.refuse_non_int("Checkpointer", "keep", keep)
-        if keep < 1:
-            raise ValueError(f"Checkpointer: keep: expected at least 1, got {keep}")
+        checks.refuse_non_int("Checkpointer", "keep", keep, 1)
         if not isinstance(folder, (str, os.PathLike)):
             checks.refuse_type("Checkpointer", "folder", "a path", folder)
         rank_and_size(process_group, "Checkpointer")
