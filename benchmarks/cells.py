@@ -177,3 +177,17 @@ def time_cells(op, cell, shapes, options, counted=1):
         floor = {direction: n * unit for direction, n in elements.items()}
         rows += time_forward_backward(op, contenders, inputs, floor, rounds=options.samples)
     return rows
+
+
+def time_shapes(op, ours, eager, rivals, arguments, elements, shapes, device, options):
+    """The same of an op beside torch and, on a GPU, ``rivals()``. ``arguments(shape)``: the shapes of its tensors from
+    that of the first; ``shapes``: those for a GPU and for the CPU, and a tiny one."""
+
+    def cell(shape):
+        tensors = leaves(device, *arguments(shape))
+        contenders = torch_contenders(ours, eager, options)
+        if device == "cuda":
+            contenders.update(rivals())
+        return contenders, tensors, elements
+
+    return time_cells(op, cell, options.shapes(device, *shapes), options)
