@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 import warpsmith
 
-from benchmarks.cells import leaves, time_cells, torch_contenders
+from benchmarks.cells import time_shapes
 from benchmarks.rivals import liger_cute, optional
 from tools.families import rows
 
 GATED_SHAPES = ((8192, 14336), (65536, 768), (16384, 4096), (1024, 12288))
 GPU_SHAPES = ((16384, 4096), (65536, 768), (4096, 8192), (1024, 12288))
-CPU_SHAPES = ((2048, 4096),)
+CPU_SHAPES, TINY = ((2048, 4096),), (64, 128)
 P = 0.1
 
 
@@ -58,33 +58,19 @@ def on_its_own_tensors(forward, backward):
     return OnItsOwnTensors.apply
 
 
-def time_all(name, ours, eager, rivals, arguments, floor, gpu_shapes, device, options):
-    """Rows of one op. ``arguments``: the shapes of its tensors, from that of the first."""
-
-    def cell(shape):
-        tensors = leaves(device, *arguments(shape))
-        contenders = torch_contenders(ours, eager, options)
-        if device == "cuda":
-            contenders.update(rivals())
-        unit = tensors[0].numel() * tensors[0].element_size()
-        return contenders, tensors, {direction: n * unit for direction, n in floor.items()}
-
-    return time_cells(name, cell, options.shapes(device, gpu_shapes, CPU_SHAPES, (64, 128)), options)
-
-
 def gated(op, suffix, ours, function, device, options):
     def rivals():
         return liger(op) if op == "swiglu" or suffix else {}
 
     floor = {"forward": 3, "backward": 5}
     both = (op + suffix, ours, lambda gate, up: function(gate) * up, rivals, lambda shape: (shape, shape))
-    return time_all(*both, floor, GATED_SHAPES, device, options)
+    return time_shapes(*both, floor, (GATED_SHAPES, CPU_SHAPES, TINY), device, options)
 
 
 def biased(op, suffix, ours, function, device, options):
     floor = {"forward": 2, "backward": 3}
     both = (op, ours, lambda x, bias: function(x + bias), dict, lambda shape: (shape, shape[-1:]))
-    return time_all(*both, floor, GPU_SHAPES, device, options)
+    return time_shapes(*both, floor, (GPU_SHAPES, CPU_SHAPES, TINY), device, options)
 
 
 def unary(op, suffix, ours, function, device, options):
@@ -96,18 +82,19 @@ def unary(op, suffix, ours, function, device, options):
         return found
 
     floor = {"forward": 2, "backward": 3}
-    return time_all(op, ours, function, rivals, lambda shape: (shape,), floor, GPU_SHAPES[:2], device, options)
+    shapes = GPU_SHAPES[:2], CPU_SHAPES, TINY
+    return time_shapes(op, ours, function, rivals, lambda shape: (shape,), floor, shapes, device, options)
 
 
 def dropout_add(device, options):
-    return time_all(
+    return time_shapes(
         "dropout_add",
         lambda x, residual: warpsmith.dropout_add(x, residual, P),
         lambda x, residual: F.dropout(x, P) + residual,
         dict,
         lambda shape: (shape, shape),
         {"forward": 3, "backward": 2},
-        GPU_SHAPES[:2],
+        (GPU_SHAPES[:2], CPU_SHAPES, TINY),
         device,
         options,
     )

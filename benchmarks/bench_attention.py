@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 import warpsmith
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from warpsmith.testing import cpu_threads
 from warpsmith.testing.op_timing import timer_of
 from warpsmith.testing.rows import OURS, make_rows
 
-from benchmarks.cells import CPU_THREADS, compiled, forget_compiled
+from benchmarks.cells import compiled, forget_compiled
 from benchmarks.rivals import optional
 
 MEAN_DOCUMENT = 1024
@@ -245,11 +244,8 @@ def rows_of(cell, device, settings):
 
 
 def run(device, options):
-    rows = []
-    with cpu_threads(CPU_THREADS):
-        for cell in options.shapes(device, GPU_CELLS, CPU_CELLS, Cell(1, 64, 2, 32, causal=True)):
-            rows += rows_of(cell, device, options)
-    return rows
+    cells = options.shapes(device, GPU_CELLS, CPU_CELLS, Cell(1, 64, 2, 32, causal=True))
+    return [row for cell in cells for row in rows_of(cell, device, options)]
 
 
 OPS = {"attention": run, "attention_varlen": run}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import warpsmith
 from warpsmith.testing.rows import OURS
 
-from benchmarks.cells import leaves, timed, torch_contenders
+from benchmarks.cells import cell_of, leaves, timed, torch_contenders
 
 # N, H, W, C, filters, kernel, and whether a residual is added.
 GPU_SHAPES = (
@@ -48,6 +48,5 @@ def run(device, options):
         calls = {name: without_gradients(f) for name, f in torch_contenders(ours, eager, options).items()}
         if options.samples and device == "cuda":
             calls[f"{OURS}, deterministic"] = without_gradients(ours, deterministic=True)
-        dtype = str(x.dtype).removeprefix("torch.")
-        rows += timed(("conv2d", "x".join(map(str, shape)), dtype, "forward"), calls, device, options)
+        rows += timed(cell_of("conv2d", shape, x, "forward"), calls, device, options)
     return rows

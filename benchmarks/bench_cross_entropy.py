@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import warpsmith
 from warpsmith.testing.rows import OURS, YARDSTICK
 
-from benchmarks.cells import timed, torch_contenders
+from benchmarks.cells import cell_of, timed, torch_contenders
 from benchmarks.rivals import liger_cute, optional
 
 GPU_SHAPES = ((4096, 128256), (8192, 50304), (8192, 50257), (65536, 1024))
@@ -81,11 +81,10 @@ def run(device, options):
             contenders["torch, no cast"] = F.cross_entropy
             contenders.update(rivals())
         unit = logits.numel() * logits.element_size()
-        shape, name = f"{count}x{classes}", str(dtype).removeprefix("torch.")
         both = loss_and_gradient({**contenders, OURS_IN_PLACE: in_place}, logits, target)
         values = logits.detach()
         alone = {n: (lambda fn=fn: fn(values, target)) for n, fn in contenders.items()}  # noqa: B023
         for direction, calls, floor in (("loss", alone, unit), ("loss + gradient", both, 2 * unit)):
-            cell = ("cross_entropy", shape, name, direction)
+            cell = cell_of("cross_entropy", logits.shape, logits, direction)
             rows += timed(cell, calls, device, options, floor, not_rivals=(YARDSTICK, OURS_IN_PLACE))
     return rows

@@ -34,7 +34,7 @@ from benchmarks.bench_train import (
     patched_by_us,
     rows_of_runs,
 )
-from benchmarks.cells import compiled, forget_compiled, leaves, timed
+from benchmarks.cells import cell_of, compiled, forget_compiled, leaves, timed
 
 # M x K x N: Llama 8B's, and where FP8 in eager has lost.
 GPU_SHAPES = (
@@ -114,8 +114,7 @@ def layers(device, options):
             for who, one in made.items():
                 one = one if isinstance(one, nn.Module) else _Call(plain, one)
                 calls[who] = step_of(one, x, dy)
-            dtype = str(x.dtype).removeprefix("torch.")
-            rows += timed(("scaled_linear", "x".join(map(str, shape)), dtype, name), calls, device, options)
+            rows += timed(cell_of("scaled_linear", shape, x, name), calls, device, options)
     return rows
 
 
@@ -181,8 +180,7 @@ def llama(device, options):
             makers[f"{OURS}, no recompute"] = functools.partial(by_rows, recompute=False)
             makers[f"{OURS}, fp8_weights"] = functools.partial(by_rows, fp8_weights=True)
             runs = {who: make(copy.deepcopy(model)) for who, make in makers.items()} if options.samples else {}
-            dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-            cell = ("llama_fp8", "x".join(map(str, shape)), dtype)
+            cell = cell_of("llama_fp8", shape, next(model.parameters()))
             rows += rows_of_runs(cell, runs, batches, device, options, MODEL_BUDGET_S[device])
             if device != "cuda" or options.quick or not options.samples:
                 continue

@@ -23,21 +23,13 @@ import torch.nn.functional as F
 import warpsmith
 from warpsmith.testing.rows import OURS, YARDSTICK
 
-from benchmarks.cells import host_rows, leaves, timed, torch_contenders
+from benchmarks.cells import cell_of, host_rows, leaves, timed, torch_contenders
 
 GPU_SHAPES = ((65536, 768, 3072), (8192, 2048, 8192), (16384, 4096, 14336), (8192, 2048, 2048))
 CPU_SHAPES = ((512, 256, 1024),)
 TINY = (8, 16, 32)
 PRODUCT = "product"
 SPIN_CYCLES = 20_000_000  # torch eager launches many kernels
-
-
-def dtype_text(t):
-    return str(t.dtype).removeprefix("torch.")
-
-
-def cell(op, shape, t, direction):
-    return op, "x".join(map(str, shape)), dtype_text(t), direction
 
 
 def of_shapes(device, options):
@@ -65,7 +57,7 @@ def forward(op, activation, device, options):
         product = ungraded(lambda x=x, weight=weight: torch.mm(x, weight.t()))
         for direction, some in (("forward", calls), ("forward, kept", kept)):
             some = {**some, PRODUCT: product}
-            rows += timed(cell(op, shape, x, direction), some, device, options, not_rivals=(YARDSTICK, PRODUCT))
+            rows += timed(cell_of(op, shape, x, direction), some, device, options, not_rivals=(YARDSTICK, PRODUCT))
     return rows
 
 
@@ -87,7 +79,7 @@ def main_grad(device, options):
             total.add_(backward(dy, x, weight, None, none, 0, None, False, True, False)[1])
 
         calls = {OURS: ours, "torch": apart, PRODUCT: lambda x=x, dy=dy: torch.mm(dy.t(), x)}
-        place = cell("linear_main_grad", shape, x, "backward")
+        place = cell_of("linear_main_grad", shape, x, "backward")
         rows += timed(place, calls, device, options, not_rivals=(YARDSTICK, PRODUCT))
     return rows
 
@@ -148,6 +140,19 @@ def in_a_row(call, count):
         call()
 
 
+def switched(switch, how, call, after):
+    """A call under WARPSMITH_OWN_PRODUCT=how."""
+
+    def timed_call():
+        switch(how)
+        try:
+            return call()
+        finally:
+            switch(after)
+
+    return timed_call
+
+
 def own(op, products, device, options, counts=(1,)):
     """WARPSMITH_OWN_PRODUCT=1 beside the same calls without it: ``products(device, m, k, n)`` are {direction: a call,
     and the bare product in bfloat16}. ``counts``: of calls behind one another in a sample, as in a step, where the next
@@ -159,16 +164,8 @@ def own(op, products, device, options, counts=(1,)):
     for shape in options.shapes(device, OWN_SHAPES, (), TINY):
         made = products(device, *shape).items()
         for count, (direction, (call, bare)) in itertools.product(counts, made):
-
-            def ours(call=call, count=count):
-                switch("1")
-                try:
-                    in_a_row(call, count)
-                finally:
-                    switch("0")
-
-            calls = {OURS: ours, "library": functools.partial(in_a_row, call, count)}
-            calls[PRODUCT] = functools.partial(in_a_row, bare, count)
+            some, bare = (functools.partial(in_a_row, c, count) for c in (call, bare))
+            calls = {OURS: switched(switch, "1", some, "0"), "library": some, PRODUCT: bare}
             what = direction if count == 1 else f"{direction}, {count} in a row"
             place = (op, "x".join(map(str, shape)), "bfloat16", what)
             ahead = {"spin_cycles": SPIN_CYCLES} if count > 1 else {}
@@ -193,16 +190,6 @@ def siblings(device, options):
         x, *others = (t.detach() for t in leaves(device, (m, k), *((n, k) for n in widths), *((m, n) for n in widths)))
         weights, dys = others[: len(widths)], others[len(widths) :]
         none = x.new_empty(0)
-
-        def asked(how, call):
-            def timed_call():
-                switch(how)
-                try:
-                    return call()
-                finally:
-                    switch("auto")
-
-            return timed_call
 
         def forward(x=x, weights=weights):
             return ops.linear_siblings(x, weights, [None] * len(weights))
@@ -230,8 +217,9 @@ def siblings(device, options):
             "input gradient": (gradient, functools.partial(added, first_of_ours), functools.partial(added, torch.mm)),
         }
         for direction, (ours, each, theirs) in of.items():
-            calls = {OURS: asked("1", ours), "apart": asked("auto", each), "torch": theirs}
-            rows += timed(cell("linear_siblings", shape, x, direction), calls, device, options)
+            calls = {OURS: switched(switch, "1", ours, "auto"), "apart": switched(switch, "auto", each, "auto")}
+            calls["torch"] = theirs
+            rows += timed(cell_of("linear_siblings", shape, x, direction), calls, device, options)
     return rows
 
 
@@ -257,7 +245,7 @@ def symmetric(device, options):
             ),
         }
         for direction, (ours, theirs) in of.items():
-            place = cell("matmul_symmetric", shape, x, direction)
+            place = cell_of("matmul_symmetric", shape, x, direction)
             rows += timed(place, {OURS: ours, "torch": theirs}, device, options)
     return rows
 
@@ -288,7 +276,7 @@ def steps(op, plain, sizes, products, device, options):
             if made is backward_of:
                 pairs = products(grads, *(t.detach() for t in tensors))
                 calls[PRODUCT] = lambda pairs=pairs: [torch.mm(*pair) for pair in pairs]
-            place = cell(op, shape, tensors[0], direction)
+            place = cell_of(op, shape, tensors[0], direction)
             rows += timed(place, calls, device, options, not_rivals=(YARDSTICK, PRODUCT), **spin)
     return rows
 
@@ -318,7 +306,7 @@ def host(name, ours, device, options):
             "torch": lambda a=(x, weight, bias): F.linear(*a),
         }
         dy = torch.randn(m, n, device=device).to(x.dtype)
-        place = cell(name, HOST_SHAPE, x, "")[:3]
+        place = cell_of(name, HOST_SHAPE, x)
         rows += host_rows(place, forward, (x, weight, bias) if grad else (), dy, options)
     return rows
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import warpsmith
 
 from benchmarks.bench_cross_entropy import first
-from benchmarks.cells import compiled, peak_rows, timed, torch_contenders
+from benchmarks.cells import cell_of, compiled, peak_rows, timed, torch_contenders
 from benchmarks.rivals import optional
 
 GPU_SHAPES = ((4096, 4096, 128256), (32768, 768, 50304))
@@ -112,8 +112,8 @@ def inputs(shape, device, dtype):
 
 def time_and_memory(op, steps, tensors, device, options, **gpu):
     hidden, weight, _ = tensors
-    shape, dtype = "x".join(map(str, (*hidden.shape, len(weight)))), str(hidden.dtype).removeprefix("torch.")
-    found = timed((op, shape, dtype, "forward + backward"), steps, device, options, spin_cycles=SPIN_CYCLES, **gpu)
+    cell = cell_of(op, (*hidden.shape, len(weight)), hidden, "forward + backward")
+    found = timed(cell, steps, device, options, spin_cycles=SPIN_CYCLES, **gpu)
     return found + (peak_rows(found, steps, lambda _: (hidden, weight)) if device == "cuda" else [])
 
 

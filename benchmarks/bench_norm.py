@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import warpsmith
 from warpsmith.testing.rows import OURS
 
-from benchmarks.cells import host_rows, leaves, time_cells, torch_contenders
+from benchmarks.cells import host_rows, time_shapes
 from benchmarks.rivals import liger_cute, optional
 from tools.families import rows
 
@@ -151,17 +151,11 @@ def of_row(row, device, options):
     rivals = RIVALS.get(row.name, lambda: flash_attn(P if dropout else 0.0, rms=not layer))
     elements = {"forward": 4 if residual else 2, "backward": 5 if dropout else 4 if residual else 3}
 
-    def cell(shape):
-        shapes = [shape] * (2 if residual else 1) + [shape[-1:]] * (2 if layer else 1)
-        tensors = leaves(device, *shapes)
-        contenders = torch_contenders(ours, eager, options)
-        if device == "cuda":
-            contenders.update(rivals())
-        unit = tensors[0].numel() * tensors[0].element_size()
-        return contenders, tensors, {direction: n * unit for direction, n in elements.items()}
+    def arguments(shape):
+        return [shape] * (2 if residual else 1) + [shape[-1:]] * (2 if layer else 1)
 
-    gpu_shapes = GPU_SHAPES.get(row.name, ADD_SHAPES[:2])
-    return time_cells(row.name, cell, options.shapes(device, gpu_shapes, CPU_SHAPES, (64, 128)), options)
+    shapes = GPU_SHAPES.get(row.name, ADD_SHAPES[:2]), CPU_SHAPES, (64, 128)
+    return time_shapes(row.name, ours, eager, rivals, arguments, elements, shapes, device, options)
 
 
 HOST_SHAPE = (4, 64)

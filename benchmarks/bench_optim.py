@@ -36,7 +36,13 @@ OPTIMIZERS = {
 }
 TWICE = ("lamb",)  # parameter (or master) and states are read twice: the step needs norms of whole tensors first
 # A step of many small tensors keeps the host busy for milliseconds: the spin must be longer than torch's foreach takes.
-step_rows = functools.partial(timed, spin_cycles=60_000_000)
+SPIN_CYCLES = 60_000_000
+
+
+def step_rows(cell, steps, device, options, params=(), each=0):
+    """Rows of steps that move so many bytes of each element of the parameters at least."""
+    floor = int(each * sum(p.numel() for p in params))
+    return timed(cell, steps, device, options, floor or None, spin_cycles=SPIN_CYCLES)
 
 
 def gpt_shapes(layers, width, vocabulary, context):
@@ -112,9 +118,8 @@ def case_rows(row, shape, sizes, device, options, precision):
     if row in TWICE:
         _, param, state, master, _ = PRECISIONS[precision]
         each += (master or param) + states * state
-    floor = int(each * sum(p.numel() for p in params))
     stored = "float32" if precision == "fp32" else precision
-    rows = step_rows((row, shape, stored, "step"), steps, device, options, floor)
+    rows = step_rows((row, shape, stored, "step"), steps, device, options, params, each)
     if device == "cuda":
         host = host_time_us(steps, calls=1, rounds=options.samples)
         rows += make_rows(row, shape, stored, "host", host, unit="us")
@@ -132,8 +137,7 @@ def run_clip(device, options):
                 OURS: functools.partial(warpsmith.optim.clip_grad_norm_, params, max_norm),
                 "torch": functools.partial(torch.nn.utils.clip_grad_norm_, params, max_norm),
             }
-            floor = each * sum(p.numel() for p in params)
-            rows += step_rows(("clip_grad_norm", shape, "float32", kind), calls, device, options, floor)
+            rows += step_rows(("clip_grad_norm", shape, "float32", kind), calls, device, options, params, each)
     return rows
 
 
@@ -148,9 +152,8 @@ def run_ema(device, options):
                 OURS: warpsmith.optim.EMA(params).update,
                 "torch": functools.partial(torch._foreach_lerp_, theirs, params, 1e-3),
             }
-            floor = each * sum(p.numel() for p in params)
             stored = str(dtype).removeprefix("torch.")
-            rows += step_rows(("ema", shape, stored, "update"), calls, device, options, floor)
+            rows += step_rows(("ema", shape, stored, "update"), calls, device, options, params, each)
     return rows
 
 
@@ -176,8 +179,8 @@ def run_clipped_step(device, options):
             if hasattr(torch.optim, name):
                 theirs = getattr(torch.optim, name)(params, lr=LR, fused=True, **given)
                 steps["torch fused"] = clipped(torch.nn.utils.clip_grad_norm_, theirs)
-            floor = 4 * (4 + 2 * states) * sum(p.numel() for p in params)
-            rows += step_rows(("clipped_step", f"{name}, {shape}", "float32", "step"), steps, device, options, floor)
+            cell = ("clipped_step", f"{name}, {shape}", "float32", "step")
+            rows += step_rows(cell, steps, device, options, params, 4 * (4 + 2 * states))
     return rows
 
 
@@ -260,7 +263,7 @@ def scaled(shape, sizes, device, options):
         "torch fused": update_of(torch.amp.GradScaler(device, init_scale=1.0), theirs, params, device),
     }
     cell = (f"AdamW, {shape}", "float32")
-    rows = step_rows(("scaled_step", *cell, "step"), steps, device, options, 32 * sum(p.numel() for p in params))
+    rows = step_rows(("scaled_step", *cell, "step"), steps, device, options, params, 32)
     if device == "cuda" and options.samples:
         host = host_time_us(steps, calls=1, rounds=options.samples)
         rows += make_rows("scaled_step", *cell, "host", host, unit="us")
@@ -279,8 +282,7 @@ def guarded(shape, sizes, device, options, precision):
         "torch fused": plain_update(theirs, params),
     }
     each = PRECISIONS[precision][1] + floor_bytes(precision, 2)
-    floor = int(each * sum(p.numel() for p in params))
-    return step_rows(("scaled_step", f"AdamW, {shape}", precision, "step"), steps, device, options, floor)
+    return step_rows(("scaled_step", f"AdamW, {shape}", precision, "step"), steps, device, options, params, each)
 
 
 def llama(device, options):
@@ -293,7 +295,7 @@ def llama(device, options):
     }
     count = sum(p.numel() for p in params)
     cell = ("scaled_step", f"AdamW, {count:.3g} of a Llama", "bf16", "without clip")
-    return step_rows(cell, steps, device, options, 14 * count)
+    return step_rows(cell, steps, device, options, params, 14)
 
 
 def checked(shape, sizes, device, options):
@@ -306,8 +308,7 @@ def checked(shape, sizes, device, options):
         guard.update()
 
     steps = {OURS: ours, "torch": functools.partial(torch.nn.utils.get_total_norm, [p.grad for p in params])}
-    floor = 4 * sum(p.numel() for p in params)
-    return step_rows(("scaled_step", shape, "float32", "norm and check"), steps, device, options, floor)
+    return step_rows(("scaled_step", shape, "float32", "norm and check"), steps, device, options, params, 4)
 
 
 def graph_of(sizes, device, **options):
@@ -343,8 +344,7 @@ def averaged(shape, sizes, device, options):
             steps[name] = optimizer.step
         else:
             steps[name] = lambda optimizer=optimizer, ema=ema: (optimizer.step(), ema.update())
-    floor = 36 * sum(p.numel() for p in params)
-    return step_rows(("scaled_step", f"AdamW + EMA, {shape}", "float32", "step"), steps, device, options, floor)
+    return step_rows(("scaled_step", f"AdamW + EMA, {shape}", "float32", "step"), steps, device, options, params, 36)
 
 
 def wide_gradients(shape, sizes, device, options):
@@ -355,10 +355,8 @@ def wide_gradients(shape, sizes, device, options):
         p.grad_dtype = torch.float32
         p.grad = torch.randn(p.shape, device=device)
     steps = {OURS: warpsmith.optim.AdamW(params, lr=LR, precision="master").step}
-    floor = 32 * sum(p.numel() for p in params)
-    return step_rows(
-        ("scaled_step", f"AdamW, float32 gradients, {shape}", "master", "step"), steps, device, options, floor
-    )
+    cell = ("scaled_step", f"AdamW, float32 gradients, {shape}", "master", "step")
+    return step_rows(cell, steps, device, options, params, 32)
 
 
 def captured(shape, sizes, device, options):

@@ -13,17 +13,13 @@ import functools
 import torch
 import warpsmith
 
-from benchmarks.cells import leaves, timed, torch_contenders
+from benchmarks.cells import cell_of, leaves, timed, torch_contenders
 
 GPU_SHAPES = ((16384, 4096), (8192, 2048), (8192, 14336), (65536, 768))
 CPU_SHAPES = ((1024, 4096),)
 TINY = (16, 256)
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 POWER_OF_TWO, ANY_SCALE = 2.0**-6, 0.01
-
-
-def cell(op, x, direction):
-    return op, "x".join(map(str, x.shape)), str(x.dtype).removeprefix("torch."), direction
 
 
 def plain_cast(x, scale):
@@ -54,7 +50,7 @@ def inputs(device, options):
 def timed_call(op, direction, x, ours, plain, arguments, floor, device, options):
     contenders = torch_contenders(ours, plain, options)
     calls = {name: functools.partial(fn, *arguments) for name, fn in contenders.items()}
-    return timed(cell(op, x, direction), calls, device, options, floor=floor)
+    return timed(cell_of(op, x.shape, x, direction), calls, device, options, floor=floor)
 
 
 def quantize(device, options):
@@ -91,9 +87,12 @@ def dequantize(device, options):
     for x in inputs(device, options):
         t, to = warpsmith.quantize_fp8(x), x.dtype
         ours = functools.partial(warpsmith.dequantize_fp8, dtype=to)
-        contenders = torch_contenders(ours, lambda t, to=to: (t.data.float() * t.scale).to(to), options)
-        calls = {name: functools.partial(fn, t) for name, fn in contenders.items()}
-        rows += timed(cell("dequantize_fp8", x, "forward"), calls, device, options, floor=x.nbytes + x.numel())
+        floor = x.nbytes + x.numel()
+
+        def plain(t, to=to):
+            return (t.data.float() * t.scale).to(to)
+
+        rows += timed_call("dequantize_fp8", "forward", x, ours, plain, (t,), floor, device, options)
     return rows
 
 

@@ -85,12 +85,6 @@ def heads(shape, device):
     return q, k, angles.cos().to(q.dtype), angles.sin().to(q.dtype)
 
 
-def floor(q, k, forward, backward):
-    """Bytes of so many elements for each of q and k."""
-    moved = (q.numel() + k.numel()) * q.element_size()
-    return {"forward": forward * moved, "backward": backward * moved}
-
-
 def rope(device, options):
     def cell(shape):
         q, k, cos, sin = heads(shape, device)
@@ -98,9 +92,9 @@ def rope(device, options):
         if device == "cuda":
             contenders["warpsmith, in place"] = in_place(cos, sin)
             contenders.update(rivals(cos, sin))
-        return contenders, (q, k), floor(q, k, 2, 2)
+        return contenders, (q, k), {"forward": 2, "backward": 2}
 
-    return time_cells("rope", cell, options.shapes(device, GPU_SHAPES, CPU_SHAPES, TINY), options)
+    return time_cells("rope", cell, options.shapes(device, GPU_SHAPES, CPU_SHAPES, TINY), options, counted=2)
 
 
 def qk_norm_rope(device, options):
@@ -119,9 +113,10 @@ def qk_norm_rope(device, options):
 
         contenders = torch_contenders(ours, eager, options)
         contenders["rms_norm, rope"] = our_two_ops
-        return contenders, (q, k, *leaves(device, shape[-1:], shape[-1:])), floor(q, k, 2, 3)
+        return contenders, (q, k, *leaves(device, shape[-1:], shape[-1:])), {"forward": 2, "backward": 3}
 
-    return time_cells("qk_norm_rope", cell, options.shapes(device, GPU_SHAPES[:3], CPU_SHAPES, TINY), options)
+    shapes = options.shapes(device, GPU_SHAPES[:3], CPU_SHAPES, TINY)
+    return time_cells("qk_norm_rope", cell, shapes, options, counted=2)
 
 
 OPS = {"rope": rope, "qk_norm_rope": qk_norm_rope}

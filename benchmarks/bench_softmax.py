@@ -8,21 +8,17 @@ import functools
 import torch
 import warpsmith
 
-from benchmarks.cells import leaves, time_cells, torch_contenders
+from benchmarks.cells import time_shapes
 from tools.families import rows
 
 GPU_SHAPES, CPU_SHAPES, TINY = ((16384, 8192), (8192, 131072), (65536, 1024)), ((4096, 1024),), (4, 64)
 
 
 def run(op, device, options):
-    def cell(shape):
-        (x,) = leaves(device, shape)
-        moved = x.numel() * x.element_size()
-        eager = functools.partial(getattr(torch, op), dim=-1)
-        floor = {"forward": 2 * moved, "backward": 3 * moved}
-        return torch_contenders(getattr(warpsmith, op), eager, options), (x,), floor
-
-    return time_cells(op, cell, options.shapes(device, GPU_SHAPES, CPU_SHAPES, TINY), options)
+    ours, eager = getattr(warpsmith, op), functools.partial(getattr(torch, op), dim=-1)
+    floor = {"forward": 2, "backward": 3}
+    shapes = GPU_SHAPES, CPU_SHAPES, TINY
+    return time_shapes(op, ours, eager, dict, lambda shape: (shape,), floor, shapes, device, options)
 
 
 OPS = {row.name: functools.partial(run, row.name) for row in rows("SOFTMAX")}

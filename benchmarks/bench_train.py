@@ -32,7 +32,7 @@ from warpsmith.testing.rows import OURS, Row, make_rows
 from warpsmith.train import CapturedStep
 
 from benchmarks import rivals
-from benchmarks.cells import compiled, forget_compiled, peak_rows, time_steps
+from benchmarks.cells import cell_of, compiled, forget_compiled, peak_rows, time_steps
 from benchmarks.step_scripts import SCRIPTS, Script
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -218,8 +218,7 @@ def run_model(kind, device, options):
     for shape in options.shapes(device, MODEL_SHAPES[kind], [(2, 128)], (2, 16)):
         steps = 1 if options.quick else MODEL_IN_A_ROW[device]
         batches = [torch.randint(model.config.vocab_size, shape, device=device) for _ in range(steps)]
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        cell = (kind.removesuffix("_text"), "x".join(map(str, shape)), dtype)
+        cell = cell_of(kind.removesuffix("_text"), shape, next(model.parameters()))
         runs = model_runs(model, device, options)
         rows += rows_of_runs(cell, runs, batches, device, options, MODEL_BUDGET_S[device])
         del runs

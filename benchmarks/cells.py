@@ -104,6 +104,11 @@ def leaves(device, *shapes):
     return tuple(torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes)
 
 
+def cell_of(op, shape, t, *direction):
+    """What rows say first: op, shape, the dtype of a tensor, and perhaps the direction."""
+    return op, "x".join(map(str, shape)), str(t.dtype).removeprefix("torch."), *direction
+
+
 def timed(cell, calls, device, options, floor=None, not_rivals=(YARDSTICK,), **gpu):
     """The rows of one cell, (op, shape, dtype, direction). On a GPU a copy of ``floor`` bytes joins in, and ``gpu`` are
     arguments of GpuTimer."""
@@ -162,7 +167,27 @@ def peak_rows(rows, steps, leaves_of):
     ]
 
 
-def time_cells(op, cell, shapes, options):
-    """The rows of an op's forward and backward. ``cell(shape)`` gives the contenders, their inputs, and the bytes that
-    each direction moves at least."""
-    return [row for shape in shapes for row in time_forward_backward(op, *cell(shape), rounds=options.samples)]
+def time_cells(op, cell, shapes, options, counted=1):
+    """The rows of an op's forward and backward. ``cell(shape)`` gives the contenders, their inputs, and how many
+    elements each direction moves at least for each of the first inputs, so many as are counted."""
+    rows = []
+    for shape in shapes:
+        contenders, inputs, elements = cell(shape)
+        unit = sum(t.nbytes for t in inputs[:counted])
+        floor = {direction: n * unit for direction, n in elements.items()}
+        rows += time_forward_backward(op, contenders, inputs, floor, rounds=options.samples)
+    return rows
+
+
+def time_shapes(op, ours, eager, rivals, arguments, elements, shapes, device, options):
+    """The same of an op beside torch and, on a GPU, ``rivals()``. ``arguments(shape)``: the shapes of its tensors from
+    that of the first; ``shapes``: those for a GPU and for the CPU, and a tiny one."""
+
+    def cell(shape):
+        tensors = leaves(device, *arguments(shape))
+        contenders = torch_contenders(ours, eager, options)
+        if device == "cuda":
+            contenders.update(rivals())
+        return contenders, tensors, elements
+
+    return time_cells(op, cell, options.shapes(device, *shapes), options)

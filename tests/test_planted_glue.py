@@ -208,7 +208,7 @@ BUGS = (
     Bug("a report names the parameters of an earlier step", "amp/grad_scaler.py",
         "if [part.indices for part in known] != [part.indices for part in parts]", "if len(known) != len(parts)",
         "amp/test_overflows.py -k named"),
-    Bug("flags are compared on the host", "amp/grad_scaler.py",
+    Bug("flags are compared on the host", "amp/_gradients.py",
         "here[0] if len(here) == 1 else torch.stack(here).amax()", "max(here)",
         "optim/test_no_waits.py -k 'wait and GradScaler'"),
     Bug("a group of both kinds keeps a value to one", "optim/muon.py",

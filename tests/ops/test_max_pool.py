@@ -153,14 +153,16 @@ TestMaxPool2d = op_tests(SPEC)
 
 
 def compare(x, given, function=F.max_pool2d):
-    """Values and gradients equal torch's bit for bit, zeros' signs included."""
-    leaves = [x.detach().requires_grad_() for _ in range(2)]
+    """Values and gradients equal those of torch's CPU kernels bit for bit, zeros' signs included. (torch's CUDA kernel
+    for channels_last begins each window at pixel 0 of the image: the gradient of one that is all -inf goes there.)"""
+    leaves = [x.detach().requires_grad_(), x.detach().cpu().requires_grad_()]
     y, expected = (f(leaf, **given) for f, leaf in zip((warpsmith.max_pool2d, function), leaves, strict=True))
+    dy = torch.randint(-3, 4, y.shape, generator=torch.Generator().manual_seed(1)).to(expected)  # sums are exact
+    ours, theirs = (torch.autograd.grad(t, leaf, dy.to(t))[0] for t, leaf in zip((y, expected), leaves, strict=True))
+    y, ours = y.cpu(), ours.cpu()
     assert y.shape == expected.shape and torch.equal(y.isnan(), expected.isnan())
     assert torch.equal(*(t.nan_to_num().signbit() for t in (y, expected)))
     assert torch.equal(y.nan_to_num(), expected.nan_to_num())
-    dy = torch.randint(-3, 4, y.shape, generator=torch.Generator().manual_seed(1)).to(y)  # sums are exact
-    ours, theirs = (torch.autograd.grad(t, leaf, dy)[0] for t, leaf in zip((y, expected), leaves, strict=True))
     assert torch.equal(ours, theirs)
 
 

@@ -30,6 +30,11 @@ def value_text(value: object) -> str:
     return text if len(text) <= 100 and "\n" not in text else type(value).__name__
 
 
+def quoted_text(value: object) -> str:
+    """The same, a string in quotation marks."""
+    return repr(value) if isinstance(value, str) else value_text(value)
+
+
 def refuse(op: str, argument: str, expected: str, got: str) -> NoReturn:
     """Raises the one form of error for bad input: op, argument, what was expected and what came."""
     raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
@@ -87,6 +92,13 @@ def is_int64(value: object) -> bool:
     return -(2**63) <= operator.index(value) < 2**63  # type: ignore[arg-type]
 
 
+def tensors(op: str, optional: bool = False, **values: object) -> None:
+    """Refuses what is no tensor; ``optional``: None is fine."""
+    for argument, value in values.items():
+        if not isinstance(value, Tensor) and not (optional and value is None):
+            refuse_type(op, argument, "a tensor" + " or None" * optional, value)
+
+
 def flags(op: str, **values: object) -> None:
     """Refuses what is neither True nor False: "False" and [0] would be true."""
     for argument, value in values.items():
@@ -94,10 +106,12 @@ def flags(op: str, **values: object) -> None:
             refuse_type(op, argument, "True or False", value)
 
 
-def refuse_non_int(op: str, argument: str, value: object) -> None:
-    """Refuses what is no whole number: a float, True, a tensor."""
+def refuse_non_int(op: str, argument: str, value: object, least: float = -math.inf) -> None:
+    """Refuses what is no whole number: a float, True, a tensor; and one below the least."""
     if isinstance(value, bool) or not isinstance(value, int):
         refuse_type(op, argument, "an int", value)
+    if value < least:
+        refuse(op, argument, f"at least {least}", value_text(value))
 
 
 def refuse_non_int64(op: str, argument: str, value: object, expected: str = "an integer of 64 bits") -> None:
@@ -191,9 +205,13 @@ def same_device(op: str, argument: str, t: Tensor, like: Tensor) -> None:
         refuse(op, argument, f"a tensor on {device_of(like)}", f"a tensor on {device_of(t)}")
 
 
+def dtype_is(op: str, argument: str, t: Tensor, dtype: torch.dtype) -> None:
+    if t.dtype != dtype:
+        refuse(op, argument, dtype_text(dtype), dtype_text(t.dtype))
+
+
 def same_dtype(op: str, argument: str, t: Tensor, like: Tensor) -> None:
-    if t.dtype != like.dtype:
-        refuse(op, argument, dtype_text(like.dtype), dtype_text(t.dtype))
+    dtype_is(op, argument, t, like.dtype)
 
 
 def same_shape(op: str, argument: str, t: Tensor, shape: Sequence[int]) -> None:
@@ -201,10 +219,23 @@ def same_shape(op: str, argument: str, t: Tensor, shape: Sequence[int]) -> None:
         refuse(op, argument, f"shape {shape_text(shape)}", shape_text(t.shape))
 
 
+def exactly(op: str, argument: str, t: Tensor, dtype: torch.dtype, shape: Sequence[int], like: Tensor) -> None:
+    """Refuses a tensor of another dtype or shape, or on another device than ``like``."""
+    dtype_is(op, argument, t, dtype)
+    same_shape(op, argument, t, shape)
+    same_device(op, argument, t, like)
+
+
 def alike(op: str, argument: str, t: Tensor, like: Tensor, shape: Sequence[int] | None = None) -> None:
     """Refuses a tensor of another dtype or device than ``like``, or of another shape, by default that of ``like``."""
-    same_dtype(op, argument, t, like)
-    same_shape(op, argument, t, like.shape if shape is None else shape)
+    exactly(op, argument, t, like.dtype, like.shape if shape is None else shape, like)
+
+
+def offsets(op: str, argument: str, t: Tensor, like: Tensor) -> None:
+    """Refuses what cannot hold the offsets of packed sequences. Their entries are not read."""
+    dtype_is(op, argument, t, torch.int32)
+    if t.dim() != 1 or known(t.shape[0] < 2):
+        refuse(op, argument, "shape (sequences + 1)", shape_text(t.shape))
     same_device(op, argument, t, like)
 
 
@@ -231,10 +262,7 @@ def main_grad(op: str, t: Tensor | None, weight: Tensor, argument: str = "main_g
     if t is None:
         return
     float_dtype(op, argument, t)
-    if t.dtype != wide_dtype(weight):
-        refuse(op, argument, *map(dtype_text, (wide_dtype(weight), t.dtype)))
-    same_shape(op, argument, t, weight.shape)
-    same_device(op, argument, t, weight)
+    exactly(op, argument, t, wide_dtype(weight), weight.shape, weight)
     if not (t.is_contiguous() or (transposed and t.t().is_contiguous())):
         refuse(op, argument, "a contiguous tensor" + " or its transpose" * transposed, "other strides")
 
@@ -282,7 +310,7 @@ def one_of(op: str, argument: str, value: object, allowed: Sequence[object]) -> 
 def count(op: str, argument: str, value: object, expected: str, least: int) -> None:
     """Refuses what is no whole number from ``least`` on that 64 bits hold."""
     if type(value) is not int or not least <= value < 2**63:
-        refuse(op, argument, expected, repr(value) if isinstance(value, str) else value_text(value))
+        refuse(op, argument, expected, quoted_text(value))
 
 
 def counts(op: str, argument: str, value: Any, least: int) -> tuple[int, int]:

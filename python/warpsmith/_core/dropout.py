@@ -30,9 +30,5 @@ def check_p(op: str, p: float) -> None:
 
 def check_seed(op: str, seed: Tensor | None, like: Tensor) -> None:
     """The checks of the C++ binding on a seed tensor; None stands for no dropout."""
-    if seed is None:
-        return
-    if seed.dtype != torch.int64:
-        checks.refuse(op, "seed", "int64", checks.dtype_text(seed.dtype))
-    checks.same_shape(op, "seed", seed, (2,))
-    checks.same_device(op, "seed", seed, like)
+    if seed is not None:
+        checks.exactly(op, "seed", seed, torch.int64, (2,), like)

@@ -29,8 +29,7 @@ def _fake_norm(tensors: list[Tensor], p: float) -> tuple[Tensor, Tensor]:
 
 
 def _fake_clip(tensors: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    _check_lists("clip_grads", tensors)
-    checks.same_device("clip_grads", "norm", norm, tensors[0])
+    _check_scalars("clip_grads", tensors, norm=norm)
 
 
 def _check_scalars(op: str, tensors: Sequence[Tensor], **scalars: Tensor) -> None:

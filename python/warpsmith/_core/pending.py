@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from warpsmith._core.captures import capturing
+
 _MOST = 2048
 _Pair = tuple[Tensor, Tensor]  # a total and a result
 _pending: dict[tuple[int, int], list[_Pair]] = {}  # by device and stream
 _lock = Lock()
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def stream_of(t: Tensor) -> int:
@@ -28,7 +26,7 @@ def note(total: Tensor | None, found: Tensor | None) -> None:
     or compiled, at once. What has another number of dimensions is no result."""
     if total is None or found is None or found.dim() != total.dim():
         return
-    if not is_compiling() and type(found) is Tensor and not _capturing():
+    if not is_compiling() and type(found) is Tensor and not capturing():
         note_later(total, found.detach(), stream_of(found))
     elif total.dim():
         total.add_(found)
@@ -77,7 +75,7 @@ def _settle(pairs: list[_Pair]) -> None:
 def settle() -> None:
     """Settles all totals: before somebody reads them, or tensors of which he does not know what they are. Not into a
     graph that is captured, which would add at each replay."""
-    if _pending and not _capturing():
+    if _pending and not capturing():
         for pairs in list(_pending.values()):
             _settle(pairs)
 

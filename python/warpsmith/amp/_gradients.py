@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,9 +92,9 @@ def _over_ranks(t: Tensor, shared: Any, operation: str) -> Tensor:
     return t
 
 
-def _largest(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    flags = [moved(f, device) for f in flags]
-    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+def largest(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    here = [moved(f, device) for f in flags]
+    return here[0] if len(here) == 1 else torch.stack(here).amax()
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def check(grads: Sequence[Gradient], scale: Tensor, p: float = math.inf, max_nor
         flags.append(_over_ranks(checked.found_inf, group.shared, "max"))
         sums.append(_over_ranks(checked.power_sum, group.shared, "max" if p == math.inf else "sum"))
         bad.setdefault(group.device, []).append(BadCounts(group.indices, checked.bad_counts))
-    found_inf = _largest(flags, scale.device)
+    found_inf = largest(flags, scale.device)
     if len(sums) == 1 and group.shared is None:
         norm, grad_scale = (moved(t, scale.device) for t in (checked.norm, checked.grad_scale))
         return Verdict(found_inf, bad, norm, grad_scale)
@@ -175,4 +175,4 @@ def unscale(grads: Sequence[Gradient], inv_scale: Tensor) -> tuple[Tensor, dict[
                 original.copy_(part)
         flags.append(_over_ranks(found, group.shared, "max"))
         bad.setdefault(group.device, []).append(BadCounts(group.indices, counts))
-    return _largest(flags, inv_scale.device), bad
+    return largest(flags, inv_scale.device), bad

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from warpsmith._core.captures import capturing
 from warpsmith._core.grad_norm import GradientTable, check_table, table_of_gradients
 from warpsmith._core.gradient_sums import has_sums
 from warpsmith._core.tensor_list import all_params
@@ -22,10 +23,6 @@ class _Places(NamedTuple):
 
     plan: ref[Plan]
     versions: list[int]
-
-
-def capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _places(optimizer: Optimizer) -> _Places | None:

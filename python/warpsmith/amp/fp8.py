@@ -63,8 +63,8 @@ def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
         owner.renew(layer, weight.device)
     if residual is not None:  # as linear takes it
         cast, residual = under_autocast(LINEAR, x=input, residual=residual)
-        checks.same_dtype(LINEAR, "residual", residual, cast)  # type: ignore[arg-type]
-        checks.same_shape(LINEAR, "residual", residual, (*input.shape[:-1], self.out_features))  # type: ignore[arg-type]
+        checks.same_dtype(LINEAR, "residual", residual, cast)
+        checks.same_shape(LINEAR, "residual", residual, (*input.shape[:-1], self.out_features))
     y = _scaled_linear.layer(input, weight, bias, owner.recipe, layer.state, owner.emulate)
     return y if residual is None else y + residual
 

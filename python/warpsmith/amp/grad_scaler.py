@@ -12,10 +12,10 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from warpsmith._core import checks
+from warpsmith._core.captures import capturing
 from warpsmith._core.grad_norm import largest_norm, norm_order, refuse_unfit
 from warpsmith._core.tensor_list import all_params, describe, moved
 from warpsmith.amp import _gradients
-from warpsmith.amp._kept_table import capturing
 from warpsmith.amp._record import Overflow, Record
 from warpsmith.amp._scale_rule import adapt, check_factors, check_loaded, check_settings
 from warpsmith.optim._multi_tensor import MultiTensorOptimizer
@@ -241,15 +241,10 @@ class GradScaler(torch.amp.GradScaler):
                     self.unscale_(optimizer)
                 return clip_grad_norm_(all_params(optimizer.param_groups), max_norm, p)
             verdict = _gradients.check_to_clip(optimizer, grads, scale, p, max_norm)
-            found_inf = self._worst(verdict.found_inf, *known.values())
+            found_inf = _gradients.largest([verdict.found_inf, *known.values()], scale.device)
             state["found_inf_per_device"] = self._note(optimizer, found_inf, verdict.bad)
         state["grad_scale"] = verdict.grad_scale
         return verdict.norm
-
-    def _worst(self, *flags: Tensor) -> Tensor:
-        assert self._scale is not None
-        here = [moved(f, self._scale.device) for f in flags]
-        return here[0] if len(here) == 1 else torch.stack(here).amax()
 
     # The step.
 
@@ -297,7 +292,7 @@ class GradScaler(torch.amp.GradScaler):
         if not flags:
             self._refuse_no_gradient("step", optimizer)
         record = self._record(optimizer)
-        torch.clamp(self._worst(*flags), max=1.0, out=record.found_inf)
+        torch.clamp(_gradients.largest(flags, record.found_inf.device), max=1.0, out=record.found_inf)
         return record
 
     def _refuse_no_gradient(self, method: str, optimizer: Optimizer) -> NoReturn:
@@ -325,7 +320,7 @@ class GradScaler(torch.amp.GradScaler):
                 )
             factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
             left = self._hysteresis_tracker if self._hysteresis > 1 else None
-            adapt(scale, growth_tracker, self._worst(*flags), factors, left, self._hysteresis)
+            adapt(scale, growth_tracker, _gradients.largest(flags, scale.device), factors, left, self._hysteresis)
             self._begin_iteration()
         else:
             super().update(new_scale)

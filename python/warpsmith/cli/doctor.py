@@ -210,7 +210,7 @@ def _words(value: Any) -> str:
 def _together(facts: dict[str, Any], network_gbit: float | None) -> int:
     """Adds what the ranks of a job find together; returns this rank. What keeps them from meeting is a problem."""
     from warpsmith.distributed import init
-    from warpsmith.distributed.exchange import all_gather_bytes
+    from warpsmith.distributed.exchange import all_gather_json
     from warpsmith.distributed.launch.environment import launch_environment
 
     try:
@@ -222,7 +222,7 @@ def _together(facts: dict[str, Any], network_gbit: float | None) -> int:
             facts["problems"].append(str(error).removeprefix("init: "))
         return 0  # no other rank prints it
     with ctx:
-        everybody = [json.loads(text) for text in all_gather_bytes(json.dumps(facts).encode())]
+        everybody = all_gather_json(facts)
         facts["problems"] = [
             f"rank {r}: {words}" for r, one in enumerate(everybody) for words in one["problems"]
         ] + differences(everybody)

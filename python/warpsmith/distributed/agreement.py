@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from warpsmith.distributed.exchange import all_gather_bytes, rank_and_size
+from warpsmith.distributed.exchange import all_gather_json, rank_and_size
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE_ELEMS = 1 << 20
@@ -42,7 +42,7 @@ def require_agreement(
     except Exception as error:
         failure = error
     report = {"values": own, "error": failure and str(failure)}
-    reports = [json.loads(text) for text in all_gather_bytes(json.dumps(report).encode(), group)]
+    reports = all_gather_json(report, group)
     if failure is not None:
         raise failure
     for other, found in enumerate(reports):

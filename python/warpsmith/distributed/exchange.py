@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -45,3 +48,8 @@ def all_gather_bytes(own: bytes, group: ProcessGroup | None = None) -> list[byte
     parts = [torch.empty_like(padded, device=device) for _ in range(size)]
     dist.all_gather(parts, padded.to(device), group=group)
     return [bytes(part[:count].tolist()) for part, count in zip(parts, counts, strict=True)]
+
+
+def all_gather_json(own: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """:func:`all_gather_bytes` of what JSON holds."""
+    return [json.loads(text) for text in all_gather_bytes(json.dumps(own).encode(), group)]

@@ -96,7 +96,7 @@ def vocab_parallel_cross_entropy(
     """
 
     def check() -> tuple[int, dict[str, str]]:
-        _check_tensors(_LOSS, {"logits": logits, "target": target})
+        checks.tensors(_LOSS, logits=logits, target=target)
         check_inputs(_LOSS, logits, target, None)
         return logits.shape[-1], {"logits": _rows_text(logits, logits.shape[-1])}
 
@@ -148,7 +148,7 @@ def vocab_parallel_linear_cross_entropy(
     tensors = {"hidden": hidden, "weight": weight, "target": target} | ({} if bias is None else {"bias": bias})
 
     def check() -> tuple[int, dict[str, str]]:
-        _check_tensors(_LINEAR, tensors)
+        checks.tensors(_LINEAR, False, **tensors)
         _check_linear(hidden, weight, bias)
         check_inputs(_LINEAR, hidden, target, None)
         with_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
@@ -160,12 +160,6 @@ def vocab_parallel_linear_cross_entropy(
     return loss
 
 
-def _check_tensors(op: str, tensors: dict[str, Any]) -> None:
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            checks.refuse_type(op, name, "a tensor", value)
-
-
 def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     checks.float_dtype(_LINEAR, "hidden", hidden)
     checks.at_least_one_dimension(_LINEAR, "hidden", hidden)
@@ -173,10 +167,7 @@ def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         checks.refuse(_LINEAR, "weight", f"shape (classes, {hidden.shape[-1]})", checks.shape_text(weight.shape))
     for name, t, shape in (("weight", weight, weight.shape), ("bias", bias, weight.shape[:1])):
         if t is not None:
-            checks.same_shape(_LINEAR, name, t, shape)
-            checks.same_device(_LINEAR, name, t, hidden)
-            if t.dtype != hidden.dtype:
-                checks.refuse(_LINEAR, name, checks.dtype_text(hidden.dtype), checks.dtype_text(t.dtype))
+            checks.alike(_LINEAR, name, t, hidden, shape)
 
 
 def _rows_text(rows: Tensor, classes: int) -> str:

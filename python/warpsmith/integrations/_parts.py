@@ -38,18 +38,15 @@ from warpsmith.ops.norm import add_rms_norm, rms_norm
 # ---- norms
 
 
-def _rms(offset: float = 0.0, *, widens: bool = False) -> Callable[[Forward], Forward]:
+def _rms(offset: float = 0.0, *, widens: bool = False) -> Part:
     """``widens``: the weight multiplies what is rounded already, so that a wider weight makes a wider product."""
 
-    def make(old: Forward) -> Forward:
-        def forward(self: Any, hidden_states: Tensor) -> Tensor:
-            y = rms_norm(hidden_states, beside(self.weight, hidden_states), eps_of(self), offset)
-            return y.to(torch.promote_types(y.dtype, self.weight.dtype)) if widens else y
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        y = rms_norm(hidden_states, beside(self.weight, hidden_states), eps_of(self), offset)
+        return y.to(torch.promote_types(y.dtype, self.weight.dtype)) if widens else y
 
-        forward.offset = offset  # type: ignore[attr-defined]
-        return forward
-
-    return make
+    forward.offset = offset  # type: ignore[attr-defined]
+    return Part("norms", "warpsmith.rms_norm", lambda old: forward)
 
 
 def _layer_of_weight(old: Forward) -> Forward:
@@ -314,13 +311,9 @@ def _parallel(old: Forward) -> Forward:
     return forward
 
 
-def _sum_behind(old: Forward) -> Forward:
+def _sum_behind(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
     """The end of BERT's layers: the norm of the sum is what goes on."""
-
-    def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        return sum_and_layer(self.dropout(self.dense(hidden_states)), input_tensor, self.LayerNorm)[0]
-
-    return forward
+    return sum_and_layer(self.dropout(self.dense(hidden_states)), input_tensor, self.LayerNorm)[0]
 
 
 # ---- the head and its loss
@@ -448,9 +441,7 @@ def _head(name: str = "lm_head", loss: Callable[..., Tensor] = ForCausalLMLoss) 
 
 # ---- the parts, by what they compute
 
-RMS_WIDENS = Part("norms", "warpsmith.rms_norm", _rms(widens=True))
-RMS = Part("norms", "warpsmith.rms_norm", _rms())
-RMS_AROUND_ZERO = Part("norms", "warpsmith.rms_norm", _rms(1.0))
+RMS, RMS_AROUND_ZERO, RMS_WIDENS = _rms(), _rms(1.0), _rms(widens=True)
 LAYER_NORM_OF_WEIGHT = Part("norms", "warpsmith.layer_norm", _layer_of_weight, _why_not_layer_of_weight)
 GATED = Part("mlp", "warpsmith.swiglu, geglu or reglu", _gated("gate_proj", "up_proj"), _why_not_gated)
 GATED_PACKED = Part("mlp", "warpsmith.swiglu, geglu or reglu", _gated("gate_up_proj"), _why_not_gated)
@@ -462,7 +453,7 @@ QK_ROTARY = Part("rope", "warpsmith.qk_norm_rope", attention)
 DECODER = Part("norms", "warpsmith.add_rms_norm", _decoder)
 PARALLEL_DECODER = Part("norms", "warpsmith.layer_norm", _parallel)
 GEMMA_DECODER = Part("norms", "warpsmith.add_rms_norm", _gemma_decoder)
-SUM_BEHIND = Part("norms", "warpsmith.add_layer_norm", _sum_behind)
+SUM_BEHIND = Part("norms", "warpsmith.add_layer_norm", lambda old: _sum_behind)
 CAUSAL_HEAD = _head()
 MASKED_HEAD = _head("decoder", ForMaskedLMLoss)
 

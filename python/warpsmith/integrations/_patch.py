@@ -6,7 +6,8 @@ import copy
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -85,6 +86,17 @@ class Patched:
         self._undo.append(lambda: setattr(cls, "forward", old))
 
 
+@contextmanager
+def undone_by_errors() -> Iterator[Patched]:
+    """What is patched within; an exception undoes it."""
+    done = Patched()
+    try:
+        yield done
+    except BaseException:
+        done.undo()
+        raise
+
+
 def subclass(cls: Any, part: Part) -> Any:
     """A subclass with our forward and the name of its base; None where the forward is not the one that we know.
 
@@ -125,15 +137,21 @@ def _found(cls: type, tables: Sequence[Table]) -> tuple[type, Part] | None:
 UNKNOWN = "its forward is not the one that warpsmith knows"
 
 
+def why_kept(module: Any) -> str | None:
+    """Why no forward of ours may stand in the place of a module's, whatever its class."""
+    if hasattr(module, "parametrizations"):
+        return "it is parametrized"
+    return "somebody else has replaced its forward" if "forward" in module.__dict__ else None
+
+
 def _why_not(module: Any, base: Any, part: Part, ours: type | None) -> str | None:
     if ours is None:
         return UNKNOWN
     # Classes of transformers wrap the forward that they inherit.
     if inspect.unwrap(type(module).forward) is not inspect.unwrap(stock_of(base).forward):
         return f"it is a {base.__name__} with a forward of its own"
-    if hasattr(module, "parametrizations"):
-        return "it is parametrized"
-    return "somebody else has replaced its forward" if "forward" in module.__dict__ else part.why_not(module)
+    why = why_kept(module)
+    return part.why_not(module) if why is None else why
 
 
 def patch_modules(done: Patched, model: nn.Module, tables: Sequence[Table], choice: dict[str, bool]) -> None:
@@ -169,12 +187,12 @@ def patch_modules(done: Patched, model: nn.Module, tables: Sequence[Table], choi
 
 def patch_model(model: nn.Module, logits: bool, **choice: bool) -> Patched:
     """What ``patch`` does with a model; an exception undoes it."""
-    done, tables = Patched(), [table_of_torch(**choice)]
+    tables = [table_of_torch(**choice)]
     of_transformers: Any = None
     if any(base.__module__.startswith("transformers.") for m in model.modules() for base in type(m).__mro__):
         of_transformers = importlib.import_module("warpsmith.integrations.transformers")
         tables.insert(0, of_transformers.models.table(logits))
-    try:
+    with undone_by_errors() as done:
         patch_modules(done, model, tables, choice)
         if of_transformers is not None:
             of_transformers.models.say_what_stays(done, model)
@@ -182,7 +200,4 @@ def patch_model(model: nn.Module, logits: bool, **choice: bool) -> Patched:
             attend_by_registration(done, model)
             if of_transformers is not None:
                 of_transformers.models.set_attention(done, model, of_transformers.register)
-    except BaseException:
-        done.undo()
-        raise
     return done

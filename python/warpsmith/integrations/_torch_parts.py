@@ -22,18 +22,12 @@ _PLAIN = (Tensor, nn.Parameter)
 # ---- norms
 
 
-def _layer(old: Forward) -> Forward:
-    def forward(self: Any, input: Tensor) -> Tensor:
-        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-
-    return forward
+def _layer(self: Any, input: Tensor) -> Tensor:
+    return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-def _rms(old: Forward) -> Forward:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-
-    return forward
+def _rms(self: Any, x: Tensor) -> Tensor:
+    return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 def _sum_and_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -61,11 +55,8 @@ def _strictly(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
 # ---- linear layers
 
 
-def _linear(old: Forward) -> Forward:
-    def forward(self: Any, input: Tensor) -> Tensor:
-        return functional.linear(input, self.weight, self.bias)
-
-    return forward
+def _linear(self: Any, input: Tensor) -> Tensor:
+    return functional.linear(input, self.weight, self.bias)
 
 
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -101,16 +92,13 @@ def pair_of(sequence: Any) -> nn.Sequential | None:
     return next((nn.Sequential(*two) for two in zip(layers, layers[1:], strict=False) if _is_pair(*two)), None)
 
 
-def _sequence(old: Forward) -> Forward:
-    def forward(self: Any, input: Any) -> Any:
-        layers, i = list(self), 0
-        while i < len(layers):
-            pair = i + 1 < len(layers) and isinstance(input, Tensor) and _is_pair(*layers[i : i + 2])
-            input = _activated(layers[i], layers[i + 1], input) if pair else layers[i](input)
-            i += 2 if pair else 1
-        return input
-
-    return forward
+def _sequence(self: Any, input: Any) -> Any:
+    layers, i = list(self), 0
+    while i < len(layers):
+        pair = i + 1 < len(layers) and isinstance(input, Tensor) and _is_pair(*layers[i : i + 2])
+        input = _activated(layers[i], layers[i + 1], input) if pair else layers[i](input)
+        i += 2 if pair else 1
+    return input
 
 
 # ---- attention
@@ -243,12 +231,9 @@ def _why_not_layer(layer: Any) -> str | None:
 # ---- the loss
 
 
-def _cross_entropy(old: Forward) -> Forward:
-    def forward(self: Any, input: Tensor, target: Tensor) -> Tensor:
-        options = {n: getattr(self, n) for n in ("ignore_index", "reduction", "label_smoothing")}
-        return functional.cross_entropy(input, target, self.weight, **options)
-
-    return forward
+def _cross_entropy(self: Any, input: Tensor, target: Tensor) -> Tensor:
+    options = {n: getattr(self, n) for n in ("ignore_index", "reduction", "label_smoothing")}
+    return functional.cross_entropy(input, target, self.weight, **options)
 
 
 def _why_not_product(layer: Any) -> str | None:
@@ -262,12 +247,12 @@ def table(norms: bool, mlp: bool, **_: bool) -> Callable[[type], Part | None]:
     switch = "norms" if norms else "mlp"
     encoder, decoder = (functools.partial(make, sums=sums) for make in (_encoder_layer, _decoder_layer))
     return {
-        nn.LayerNorm: Part("norms", "warpsmith.layer_norm", _layer),
-        nn.RMSNorm: Part("norms", "warpsmith.rms_norm", _rms),
-        nn.Linear: Part("linear", "warpsmith.linear", _linear, _why_not_product),
-        nn.Sequential: Part("mlp", "warpsmith.linear", _sequence, lambda s: None if pair_of(s) else ""),
+        nn.LayerNorm: Part("norms", "warpsmith.layer_norm", lambda old: _layer),
+        nn.RMSNorm: Part("norms", "warpsmith.rms_norm", lambda old: _rms),
+        nn.Linear: Part("linear", "warpsmith.linear", lambda old: _linear, _why_not_product),
+        nn.Sequential: Part("mlp", "warpsmith.linear", lambda old: _sequence, lambda s: None if pair_of(s) else ""),
         nn.MultiheadAttention: Part("attention", "warpsmith.attention", _multihead),
         nn.TransformerEncoderLayer: Part(switch, layer, encoder, _why_not_layer),
         nn.TransformerDecoderLayer: Part(switch, layer, decoder, _why_not_layer),
-        nn.CrossEntropyLoss: Part("loss", "warpsmith.cross_entropy", _cross_entropy),
+        nn.CrossEntropyLoss: Part("loss", "warpsmith.cross_entropy", lambda old: _cross_entropy),
     }.get

@@ -15,6 +15,7 @@ from transformers.utils.output_capturing import _active_collector
 from warpsmith._core import checks
 from warpsmith.integrations import _models as models
 from warpsmith.integrations._patch import Patched as Patched
+from warpsmith.integrations._patch import undone_by_errors
 from warpsmith.integrations._rows import FAMILIES as FAMILIES
 from warpsmith.integrations._rows import add_family as add_family
 from warpsmith.integrations._rows import row_of
@@ -208,10 +209,6 @@ def patch(
         checks.refuse("patch", "attention", "False for a class: a model's config says its attention", "True")
     checks.flags("patch", **switches)
     warn_of_versions()
-    done = Patched()
-    try:
+    with undone_by_errors() as done:
         models.patch_class(done, model_or_class, {**switches, "loss": loss and not logits})
-    except BaseException:
-        done.undo()
-        raise
     return done

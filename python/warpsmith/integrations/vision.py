@@ -13,7 +13,7 @@ from warpsmith._core import checks
 from warpsmith.integrations import _vision as parts
 from warpsmith.integrations._modules import Part, is_ours
 from warpsmith.integrations._patch import Patched as Patched
-from warpsmith.integrations._patch import subclass
+from warpsmith.integrations._patch import subclass, undone_by_errors, why_kept
 from warpsmith.integrations._vision_graph import Fused, Joined, Reader, Unread
 
 _NORMS: dict[type, tuple[str, Fused]] = {
@@ -22,15 +22,6 @@ _NORMS: dict[type, tuple[str, Fused]] = {
 }
 _ALONE = {cls: Part("", what, parts.norm_alone) for cls, (what, _) in _NORMS.items()}
 _ALONE[nn.MaxPool2d] = Part("", "warpsmith.max_pool2d", parts.pooled)
-
-
-def _reason(module: Any) -> str | None:
-    """Why no forward of ours may stand in the place of a module's."""
-    if is_ours(module):
-        return "it is patched already"
-    if hasattr(module, "parametrizations"):
-        return "it is parametrized"
-    return "somebody else has replaced its forward" if "forward" in module.__dict__ else None
 
 
 def _part_of(module: nn.Module, reader: Reader) -> tuple[Any, Part, Joined | None] | None:
@@ -61,7 +52,7 @@ def _replace(done: Patched, model: nn.Module, fold: bool) -> None:
             if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)) and not is_ours(module):
                 done.kept[name] = "no op of ours does what it does"
             continue
-        why = _reason(module)
+        why = "it is patched already" if is_ours(module) else why_kept(module)
         key, made, joined = part
         if why is None:
             if key not in classes:
@@ -142,14 +133,10 @@ def patch(model: nn.Module, *, channels_last: bool = True, fold: bool = False) -
     if not isinstance(model, nn.Module):
         checks.refuse("patch", "model", "a torch.nn.Module", checks.value_text(model))
     checks.flags("patch", channels_last=channels_last, fold=fold)
-    done = Patched()
-    try:
+    with undone_by_errors() as done:
         with torch.inference_mode(False), torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
             _replace(done, model, fold)
         if channels_last and len(done.replaced):
             with torch.no_grad():
                 _channels_last(done, model)
-    except BaseException:
-        done.undo()
-        raise
     return done

@@ -30,12 +30,7 @@ def gelu(x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
 def is_tanh(op: str, approximate: str) -> bool:
     """The flag of the raw ops for torch's argument ``approximate``."""
     if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
-        checks.refuse(
-            op,
-            "approximate",
-            "'none' or 'tanh'",
-            repr(approximate) if isinstance(approximate, str) else checks.value_text(approximate),
-        )
+        checks.refuse(op, "approximate", "'none' or 'tanh'", checks.quoted_text(approximate))
     return approximate == "tanh"
 
 
@@ -46,7 +41,7 @@ def silu(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # f and its derivative in plain torch operations, for second derivatives: (x, *extra) -> (f(x), f'(x)).
-Gated = Callable[..., tuple[Tensor, Tensor]]
+WithDerivative = Callable[..., tuple[Tensor, Tensor]]
 
 _Op = TypeVar("_Op", bound=Callable[..., Tensor])
 # What the docstrings of a body's ops share, in the place of the sentence that names it.
@@ -156,7 +151,7 @@ def gradient_in_place_of(t: Tensor) -> Tensor:
     return t.detach()
 
 
-def gated(name: str, function: Gated) -> Callable[..., Tensor]:
+def gated(name: str, function: WithDerivative) -> Callable[..., Tensor]:
     """The function ``(gate, up, inplace_backward, *extra) -> y`` of an op whose raw ops ``name``, ``name_forward``,
     ``name_backward`` and ``name_backward_`` take ``extra`` last."""
     raw_backward = getattr(raw, name + "_backward").default
@@ -174,17 +169,12 @@ def gated(name: str, function: Gated) -> Callable[..., Tensor]:
         dup = gate.new_empty(up.shape if up is not None and want_dup else (0,))
         return dgate, dup
 
-    def fake_backward_inplace(dy: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> None:
+    def fake_in_place(dy: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> None:
         _check_backward(name + "_backward", dy, gate, up)
 
-    def fake_backward_with_output(dy: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> None:
-        _check_backward(name + "_backward", dy, gate, up)
-
-    register_fake(name + "_backward_with_output_", fake_backward_with_output)
-    register_fake(name, fake_forward)
-    register_fake(name + "_forward", fake_forward)
+    register_fake((name, name + "_forward"), fake_forward)
     register_fake(name + "_backward", fake_backward)
-    register_fake(name + "_backward_", fake_backward_inplace)
+    register_fake((name + "_backward_", name + "_backward_with_output_"), fake_in_place)
 
     options = [a.name for a in raw_backward._schema.arguments[5:]]
 
@@ -247,17 +237,13 @@ def gated(name: str, function: Gated) -> Callable[..., Tensor]:
     return checked
 
 
-# f and its derivative in plain torch operations, for second derivatives: (x, *extra) -> (f(x), f'(x)).
-Biased = Callable[..., tuple[Tensor, Tensor]]
-
-
 def _check_biased(op: str, x: Tensor, bias: Tensor) -> None:
     checks.float_dtype(op, "x", x)
     checks.at_least_one_dimension(op, "x", x)
     checks.parameter(op, "bias", bias, x, x.shape[-1:])
 
 
-def biased(name: str, function: Biased) -> Callable[..., Tensor]:
+def biased(name: str, function: WithDerivative) -> Callable[..., Tensor]:
     """The function ``(x, bias, *extra) -> y`` of an op whose raw ops ``name``, ``name_forward`` and ``name_backward``
     take ``extra`` last."""
     raw_backward = getattr(raw, name + "_backward").default
@@ -276,8 +262,7 @@ def biased(name: str, function: Biased) -> Callable[..., Tensor]:
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if want_dx else x.new_empty((0,))
         return dx, bias.new_empty(bias.shape) if want_dbias else x.new_empty((0,))
 
-    register_fake(name, fake_forward)
-    register_fake(name + "_forward", fake_forward)
+    register_fake((name, name + "_forward"), fake_forward)
     register_fake(name + "_backward", fake_backward)
 
     options = [a.name for a in raw_backward._schema.arguments[5:]]

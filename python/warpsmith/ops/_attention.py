@@ -10,8 +10,9 @@ from torch import Tensor
 
 from warpsmith._core import checks
 from warpsmith._core.checks import known, possible, refuse, shape_text
-from warpsmith._core.dropout import draw_seed
+from warpsmith._core.dropout import check_seed, draw_seed
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+from warpsmith.ops._linear import cast_operands
 
 LAYOUTS = ("bshd", "bhsd", "thd")
 _THD = 2
@@ -116,11 +117,7 @@ def _check_packed(op: str, q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, 
         if cu is None:
             refuse(op, name, "a tensor", "None")
             return None
-        if cu.dtype != torch.int32:
-            refuse(op, name, "int32", checks.dtype_text(cu.dtype))
-        if cu.dim() != 1 or known(cu.shape[0] < 2):
-            refuse(op, name, "shape (sequences + 1)", shape_text(cu.shape))
-        checks.same_device(op, name, cu, q)
+        checks.offsets(op, name, cu, q)
     assert cu_q is not None
     assert cu_k is not None
     checks.same_shape(op, "cu_seqlens_k", cu_k, cu_q.shape)
@@ -168,19 +165,14 @@ def _check_inputs(op: str, inputs: Sequence[Any], place: Sequence[Any] | None = 
         if softcap > 0 and scale / softcap > _MOST:
             refuse(op, "softcap", "at least 2^-127 of softmax_scale", f"{softcap:g}")
     if alibi_slopes is not None:
-        if alibi_slopes.dtype != torch.float32:
-            refuse(op, "alibi_slopes", "float32", checks.dtype_text(alibi_slopes.dtype))
-        checks.same_shape(op, "alibi_slopes", alibi_slopes, full[:2] if alibi_slopes.dim() == 2 else full[1:2])
-        checks.same_device(op, "alibi_slopes", alibi_slopes, q)
+        shape = full[:2] if alibi_slopes.dim() == 2 else full[1:2]
+        checks.exactly(op, "alibi_slopes", alibi_slopes, torch.float32, shape, q)
     if bias is not None:
         _check_bias(op, bias, q, full)
     if sink is not None:
         checks.parameter(op, "sink", sink, q, full[1:2])
-    if drops(op, dropout_p) and seed is not None:
-        if seed.dtype != torch.int64:
-            refuse(op, "seed", "int64", checks.dtype_text(seed.dtype))
-        checks.same_shape(op, "seed", seed, (2,))
-        checks.same_device(op, "seed", seed, q)
+    if drops(op, dropout_p):
+        check_seed(op, seed, q)
     if place is not None:
         _check_place(op, place, cu_q is not None, full)
     return Problem(of_q, of_k, of_v, full)
@@ -263,10 +255,7 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tenso
         checks.same_device(op, name, t, q)
     for name, t in (("lse", lse), ("dlse", dlse), ("lse_rest", lse_rest)):
         if t is not None:
-            if t.dtype != checks.wide_dtype(q):
-                refuse(op, name, checks.dtype_text(checks.wide_dtype(q)), checks.dtype_text(t.dtype))
-            checks.same_shape(op, name, t, _lse_shape(problem, layout))
-            checks.same_device(op, name, t, q)
+            checks.exactly(op, name, t, checks.wide_dtype(q), _lse_shape(problem, layout), q)
 
     def like(t: Tensor | None, stacked: bool) -> Tensor:
         if t is None:
@@ -283,8 +272,7 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tenso
     )
 
 
-register_fake("attention", _fake)
-register_fake("attention_forward", _fake)
+register_fake(("attention", "attention_forward"), _fake)
 register_fake("attention_backward", _fake_backward)
 
 _raw_backward = raw.attention_backward.default
@@ -316,19 +304,11 @@ attend = differentiable(
 )
 
 
-def under_autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def under_autocast(op: str, q: Tensor, *others: Tensor | None) -> Sequence[Any]:
     """Casts the operands under autocast, as torch does for ``scaled_dot_product_attention``."""
-    q = tensors[0]
     if not isinstance(q, Tensor):
         raise TypeError(f"{op}: q: expected a tensor, got {type(q).__name__}")
-    kind = q.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
+    return cast_operands(q, *others)
 
 
 def refuse_gradient(op: str, **tensors: Tensor | None) -> None:

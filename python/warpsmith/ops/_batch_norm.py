@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
-from warpsmith.ops._pixels import channels, check_dimensions, new_pixels
+from warpsmith.ops._pixels import channels, check_dimensions, new_pixels, other_dimensions, parameter_gradients
 
 NAME = "batch_norm"
 
@@ -85,11 +85,6 @@ def _check_backward(a: Any) -> None:
     checks.pair(name, x, x.shape[1:2], weight=a.weight, bias=a.bias)
 
 
-def _parameter_gradients(a: Any) -> tuple[Tensor, ...]:
-    wanted = (a.want_dweight, a.weight), (a.want_dbias, a.bias)
-    return tuple(a.dy.new_empty((0,)) if t is None or not want else torch.empty_like(t) for want, t in wanted)
-
-
 def _fake_backward_of_ranks(a: Any) -> tuple[Tensor, Tensor]:
     _check_backward(a)
     dx = new_pixels(a.x) if a.want_dx else a.dy.new_empty((0,))
@@ -97,12 +92,12 @@ def _fake_backward_of_ranks(a: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_backward(a: Any) -> tuple[Tensor, ...]:
-    return (*_fake_backward_of_ranks(a), *_parameter_gradients(a))
+    return (*_fake_backward_of_ranks(a), *parameter_gradients(a))
 
 
 def _fake_sums(a: Any) -> tuple[Tensor, ...]:
     _check_backward(a)
-    return (a.x.new_empty((2, a.x.shape[1]), dtype=torch.float64), *_parameter_gradients(a))
+    return (a.x.new_empty((2, a.x.shape[1]), dtype=torch.float64), *parameter_gradients(a))
 
 
 def _fake_statistics(x: Tensor) -> Tensor:
@@ -119,10 +114,6 @@ register_fake(NAME + "_statistics", _fake_statistics)
 register_fake(NAME + "_forward_of_ranks", _fake_forward_of_ranks, named=True)
 register_fake(NAME + "_sums", _fake_sums, named=True)
 register_fake(NAME + "_backward_of_ranks", _fake_backward_of_ranks, named=True)
-
-
-def _dims(x: Tensor) -> list[int]:
-    return [d for d in range(x.dim()) if d != 1]
 
 
 def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Tensor | None) -> Gradients:
@@ -154,7 +145,7 @@ def _plain_backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Tensor | 
     """In plain torch operations, in float32 or wider: differentiable in turn."""
     if dy is None:
         return {}
-    wide, dims = checks.wide_dtype(saved.x), _dims(saved.x)
+    wide, dims = checks.wide_dtype(saved.x), other_dimensions(saved.x)
     x, g = saved.x.to(wide), dy.to(wide)
     if saved.training:
         x = x - channels(x.mean(dims), x)
@@ -189,7 +180,7 @@ def _plain(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, ...]:
-    wide, dims = checks.wide_dtype(x), _dims(x)
+    wide, dims = checks.wide_dtype(x), other_dimensions(x)
     v = x.to(wide)
     if training:
         mean = v.mean(dims)

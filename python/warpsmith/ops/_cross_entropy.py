@@ -137,10 +137,8 @@ def _fake_scale(dlogits: Tensor, factor: Tensor) -> None:
     checks.same_shape(_SCALE, "factor", factor, ())
 
 
-register_fake("cross_entropy", _fake_forward, named=True)
-register_fake("cross_entropy_forward", _fake_forward, named=True)
+register_fake(("cross_entropy", "cross_entropy_forward", "cross_entropy_with_gradient_"), _fake_forward, named=True)
 register_fake("cross_entropy_with_gradient", _fake_with_gradient, named=True)
-register_fake("cross_entropy_with_gradient_", _fake_forward, named=True)
 register_fake("cross_entropy_backward", _fake_backward, named=True)
 register_fake("cross_entropy_backward_", lambda a: _check(_BACKWARD, a), named=True)
 register_fake("cross_entropy_scale_", _fake_scale)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
-from warpsmith.ops._pixels import channels, check_dimensions, new_pixels
+from warpsmith.ops._pixels import channels, check_dimensions, new_pixels, other_dimensions, parameter_gradients
 
 NAME = "group_norm"
 
@@ -42,13 +42,10 @@ def _fake_backward(a: Any) -> tuple[Tensor, ...]:
     check_dimensions(name, a.x)
     checks.alike(name, "x", a.x, dy)
     _check(name, a)
-    wanted = (a.want_dweight, a.weight), (a.want_dbias, a.bias)
-    of_parameters = (dy.new_empty((0,)) if t is None or not want else torch.empty_like(t) for want, t in wanted)
-    return (new_pixels(a.x) if a.want_dx else dy.new_empty((0,)), *of_parameters)
+    return (new_pixels(a.x) if a.want_dx else dy.new_empty((0,)), *parameter_gradients(a))
 
 
-register_fake(NAME, _fake_forward, named=True)
-register_fake(NAME + "_forward", _fake_forward, named=True)
+register_fake((NAME, NAME + "_forward"), _fake_forward, named=True)
 register_fake(NAME + "_inference", _fake_inference, named=True)
 register_fake(NAME + "_backward", _fake_backward, named=True)
 
@@ -72,8 +69,7 @@ def _plain_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     """In plain torch operations, in float32 or wider: differentiable in turn."""
     wide, groups = checks.wide_dtype(saved.x), saved.num_groups
     x, g = saved.x.to(wide), dy.to(wide)
-    dims = [d for d in range(x.dim()) if d != 1]
-
+    dims = other_dimensions(x)
     centered = x - _mean_of_groups(x, groups)
     rstd = torch.rsqrt(_mean_of_groups(centered.square(), groups) + saved.eps)
     x_hat = centered * rstd

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from warpsmith._core import checks
 from warpsmith._core.library import raw, register_fake
-from warpsmith.ops._quantize import FLOATS, check_dtype, check_dtype_is
+from warpsmith.ops._quantize import FLOATS, check_dtype
 
 NAME = "normalize_image"
 
@@ -33,15 +33,13 @@ def _check_numbers(argument: str, values: Sequence[float]) -> None:
 
 
 def _fake(x: Tensor, mean: Sequence[float], std: Sequence[float], flip: Tensor | None, dtype: torch.dtype) -> Tensor:
-    check_dtype_is(NAME, "x", x, torch.uint8)
+    checks.dtype_is(NAME, "x", x, torch.uint8)
     if x.dim() != 4 or not checks.possible(x.shape[3] == 3):
         checks.refuse(NAME, "x", "shape (N, H, W, 3)", checks.shape_text(x.shape))
     _check_numbers("mean", mean)
     _check_numbers("std", std)
     if flip is not None:
-        check_dtype_is(NAME, "flip", flip, torch.bool)
-        checks.same_shape(NAME, "flip", flip, x.shape[:1])
-        checks.same_device(NAME, "flip", flip, x)
+        checks.exactly(NAME, "flip", flip, torch.bool, x.shape[:1], x)
     check_dtype(NAME, "dtype", dtype, FLOATS)
     return x.new_empty(x.shape, dtype=dtype).permute(0, 3, 1, 2)
 

@@ -40,8 +40,8 @@ def activation_number(op: str, activation: str | None, none_allowed: bool = Fals
         return NONE
     if not isinstance(activation, str) or activation not in ACTIVATIONS[1:]:
         known = ", ".join(map(repr, ACTIVATIONS[1:]))
-        got = repr(activation) if isinstance(activation, str) else checks.value_text(activation)
-        checks.refuse(op, "activation", f"one of {'None, ' * none_allowed}{known}", got)
+        expected = f"one of {'None, ' * none_allowed}{known}"
+        checks.refuse(op, "activation", expected, checks.quoted_text(activation))
     return ACTIVATIONS.index(activation)
 
 
@@ -57,19 +57,24 @@ def library_choice(problem: Mapping[str, Any]) -> dict[str, int]:
     return dict(zip(("algorithm", "tile", "stages", "split_k", "workspace_bytes"), found, strict=True))
 
 
-def under_autocast(op: str, **tensors: Tensor | None) -> list[Tensor | None]:
-    """As torch does for a linear layer: under autocast the operands are cast to its dtype."""
-    first = next(iter(tensors.values()))
-    if not isinstance(first, Tensor):
-        checks.refuse_type(op, next(iter(tensors)), "a tensor", first)
-    kind = first.device.type
+def cast_operands(*tensors: Any) -> Sequence[Any]:
+    """As torch does for a product: under autocast the operands are cast to its dtype."""
+    kind = tensors[0].device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return list(tensors.values())
+        return tensors
     dtype = torch.get_autocast_dtype(kind)
     return [
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors.values()
+        for t in tensors
     ]
+
+
+def under_autocast(op: str, **tensors: Tensor | None) -> Sequence[Any]:
+    """:func:`cast_operands` of an op's arguments, the first of which must be a tensor."""
+    first = next(iter(tensors.values()))
+    if not isinstance(first, Tensor):
+        checks.refuse_type(op, next(iter(tensors)), "a tensor", first)
+    return cast_operands(*tensors.values())
 
 
 _OWN = os.environ.get("WARPSMITH_OWN_PRODUCT") or "auto"
@@ -293,19 +298,16 @@ def _fake_gated_backward_main_grads(a: Any) -> tuple[Tensor, ...]:
 
 
 for _name, _fake in (
-    ("linear", _fake_linear),
-    ("linear_forward", _fake_linear),
+    (("linear", "linear_forward"), _fake_linear),
     ("linear_inference", lambda a: _fake_linear(a)[0]),
     ("linear_backward", _fake_linear_backward),
     ("linear_backward_main_grad", _fake_linear_backward_main_grad),
     ("linear_siblings", _fake_siblings),
     ("linear_siblings_input_gradient", _fake_siblings_input_gradient),
-    ("mlp", _fake_mlp),
-    ("mlp_forward", _fake_mlp),
+    (("mlp", "mlp_forward"), _fake_mlp),
     ("mlp_inference", lambda a: _fake_mlp(a)[0]),
     ("mlp_backward", _fake_mlp_backward),
-    ("gated_linear", _fake_gated),
-    ("gated_linear_forward", _fake_gated),
+    (("gated_linear", "gated_linear_forward"), _fake_gated),
     ("gated_linear_inference", lambda a: _fake_gated(a)[0]),
     ("gated_linear_backward", _fake_gated_backward),
     ("gated_linear_backward_main_grads", _fake_gated_backward_main_grads),

@@ -21,6 +21,7 @@ from warpsmith.ops._cross_entropy import (
     check_options,
     check_target,
 )
+from warpsmith.ops._linear import cast_operands
 
 
 def check_max_bytes(op: str, max_bytes: int | None, max_chunk_bytes: int | None, dw_dtype: torch.dtype | None) -> None:
@@ -51,24 +52,11 @@ _LOG_PROB = "linear_log_prob"
 _LOG_PROB_BACKWARD = "linear_log_prob_backward"
 
 
-def under_autocast(
-    op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def under_autocast(op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Sequence[Any]:
     """As torch does for a linear layer: under autocast the product's operands are cast to its dtype."""
-    for name, t in (("hidden", hidden), ("weight", weight), ("target", target)):
-        if not isinstance(t, Tensor):
-            checks.refuse_type(op, name, "a tensor", t)
-    if bias is not None and not isinstance(bias, Tensor):
-        checks.refuse_type(op, "bias", "a tensor or None", bias)
-    kind = hidden.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast(t: Tensor) -> Tensor:
-        return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
-
-    return cast(hidden), cast(weight), None if bias is None else cast(bias)
+    checks.tensors(op, hidden=hidden, weight=weight, target=target)
+    checks.tensors(op, True, bias=bias)
+    return cast_operands(hidden, weight, bias)
 
 
 def wants_gradient(t: Tensor | None) -> bool:
@@ -126,10 +114,9 @@ def _new_like(t: Tensor, wanted: bool, dtype: torch.dtype | None = None) -> Tens
     return t.new_empty(t.shape if wanted else (0,), dtype=dtype or t.dtype)
 
 
-def _new_gradients(hidden: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    want_dhidden, want_dweight, want_dbias = wanted
-    dbias = hidden.new_empty(weight.shape[:1] if want_dbias else (0,))
-    return _new_like(hidden, want_dhidden), _new_like(weight, want_dweight), dbias
+def _new_gradients(a: Any, want_dweight: bool) -> tuple[Tensor, Tensor, Tensor]:
+    dbias = a.hidden.new_empty(a.weight.shape[:1] if a.want_dbias else (0,))
+    return _new_like(a.hidden, a.want_dhidden), _new_like(a.weight, want_dweight), dbias
 
 
 def sum_dtype(hidden: Tensor, classes: Any, rows: Any, max_chunk_bytes: int) -> torch.dtype:
@@ -169,22 +156,18 @@ def _fake_cross_entropy(a: Any) -> tuple[Tensor, ...]:
 
 def _fake_rows_backward(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_cross_entropy(_ROWS_BACKWARD, a)
-    return _new_gradients(a.hidden, a.weight, (a.want_dhidden, a.want_dweight, a.want_dbias))
+    return _new_gradients(a, a.want_dweight)
 
 
 def _fake_rows_backward_main_grad(a: Any) -> tuple[Tensor, Tensor]:
     checks.main_grad(_ROWS_BACKWARD, a.main_grad, a.weight)
     _check_cross_entropy(_ROWS_BACKWARD, a)
-    dhidden, _, dbias = _new_gradients(a.hidden, a.weight, (a.want_dhidden, False, a.want_dbias))
+    dhidden, _, dbias = _new_gradients(a, False)
     return dhidden, dbias
 
 
 def _fake_scaled(x: Tensor, factor: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _fake_in_place(*_: object) -> None:
-    return None
 
 
 def _check_temperature(temperature: float, hidden: Tensor) -> None:
@@ -204,18 +187,16 @@ def _fake_log_prob(a: Any) -> tuple[Tensor, ...]:
 
 def _fake_log_prob_backward(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_inputs(_LOG_PROB_BACKWARD, a.hidden, a.weight, a.target, a.bias)
-    return _new_gradients(a.hidden, a.weight, (a.want_dhidden, a.want_dweight, a.want_dbias))
+    return _new_gradients(a, a.want_dweight)
 
 
-for _name in ("linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_forward"):
-    register_fake(_name, _fake_cross_entropy, named=True)
+_FORWARDS = "linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_forward"
+register_fake(_FORWARDS, _fake_cross_entropy, named=True)
 register_fake("linear_cross_entropy_rows_backward", _fake_rows_backward, named=True)
 register_fake("linear_cross_entropy_rows_backward_main_grad", _fake_rows_backward_main_grad, named=True)
 register_fake("linear_cross_entropy_scaled", _fake_scaled)
-register_fake("linear_cross_entropy_scale_", _fake_in_place)
-register_fake("linear_cross_entropy_add_", _fake_in_place)
-register_fake("linear_log_prob", _fake_log_prob, named=True)
-register_fake("linear_log_prob_forward", _fake_log_prob, named=True)
+register_fake(("linear_cross_entropy_scale_", "linear_cross_entropy_add_"), lambda *_: None)
+register_fake(("linear_log_prob", "linear_log_prob_forward"), _fake_log_prob, named=True)
 register_fake("linear_log_prob_backward", _fake_log_prob_backward, named=True)
 
 # ---- gradients

@@ -126,17 +126,10 @@ def norm(op: str) -> Callable:
     def fake_backward(*inputs: Any) -> tuple[Tensor, ...]:
         name, given = op + "_backward", dict(zip(backward_arguments, inputs, strict=True))
         dy, s, passed = given["dy"], given[s_name], given.get("dresidual_out")
-        dtype = checks.float_dtype(name, "dy", dy)
-        if residual:
-            checks.dtype_beside(name, s_name, s, dtype)
-        else:
-            checks.same_dtype(name, s_name, s, dy)
-        checks.same_shape(name, s_name, s, dy.shape)
-        checks.same_device(name, s_name, s, dy)
+        checks.float_dtype(name, "dy", dy)
+        (checks.parameter if residual else checks.alike)(name, s_name, s, dy, dy.shape)
         if passed is not None:
-            checks.same_dtype(name, "dresidual_out", passed, s)
-            checks.same_shape(name, "dresidual_out", passed, dy.shape)
-            checks.same_device(name, "dresidual_out", passed, dy)
+            checks.alike(name, "dresidual_out", passed, s)
         checks.pair(name, dy, dy.shape[-1:], weight=given["weight"], bias=given.get("bias"))
         wanted = {n: given[f"want_d{n}"] for n in gradients}
         if residual and given.get("seed") is None and s.dtype == dy.dtype:  # dx stands for both
@@ -144,8 +137,7 @@ def norm(op: str) -> Callable:
         like = {"x": dy, "residual": s, "weight": given["weight"], "bias": given.get("bias")}
         return tuple(_new_output(like[n]) if wanted[n] else dy.new_empty((0,)) for n in gradients)
 
-    register_fake(op, fake_forward)
-    register_fake(op + "_forward", fake_forward)
+    register_fake((op, op + "_forward"), fake_forward)
     register_fake(op + "_inference", fake_inference)
     register_fake(op + "_backward", fake_backward)
 

@@ -143,7 +143,6 @@ class _NormLinears(torch.autograd.Function):
             del y
             both = want_x or want_residual
             dx, _, dnorm = call_raw(_backward, dy, ds, s, norm_weight, rstd, ctx.offset, both, False, want_norm)
-        dx = dx if want_x or want_residual else None
         return (
             dx if want_x else None,
             dx if want_residual else None,

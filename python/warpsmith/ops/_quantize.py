@@ -71,30 +71,20 @@ def call(op: Any, *inputs: Any) -> Any:
 
 def _check_x(op: str, x: Tensor) -> None:
     check_dtype(op, "x", x.dtype, FLOATS)
-    if x.dim() == 0:
-        checks.refuse(op, "x", "at least one dimension", "a tensor without dimensions")
+    checks.at_least_one_dimension(op, "x", x)
 
 
-def _check_float32(op: str, argument: str, t: Tensor) -> None:
-    check_dtype_is(op, argument, t, torch.float32)
-
-
-def check_dtype_is(op: str, argument: str, t: Tensor, dtype: torch.dtype) -> None:
-    if t.dtype != dtype:
-        checks.refuse(op, argument, checks.dtype_text(dtype), checks.dtype_text(t.dtype))
-
-
-def _ceil(n: Any) -> Any:
+def blocks_of(n: Any) -> Any:
     return (n + BLOCK - 1) // BLOCK
 
 
 def _scale_shape(scaling: str, shape: Sequence[Any], rows: Any) -> tuple[Any, ...]:
-    across = _ceil(shape[-1])
+    across = blocks_of(shape[-1])
     return {
         "tensor": (),
         "row": (*shape[:-1], 1),
         "block": (*shape[:-1], across),
-        "block2d": (_ceil(rows), across),
+        "block2d": (blocks_of(rows), across),
     }[scaling]
 
 
@@ -111,7 +101,7 @@ def _fake_quantize(a: Any) -> tuple[Tensor, ...]:
     turned = (x.shape[-1], rows)
     scales, turned_scales = _scale_shape(kind, x.shape, rows), _scale_shape(kind, turned, x.shape[-1])
     if scale is not None:
-        _check_float32(op, "scale", scale)
+        checks.dtype_is(op, "scale", scale, torch.float32)
         if kind.startswith("block") or (kind == "row" and how == "also"):
             checks.refuse(op, "scale", "None: these scales are computed", "a tensor")
         checks.same_shape(op, "scale", scale, turned_scales if how == "only" else scales)
@@ -133,10 +123,9 @@ def _fake_quantize(a: Any) -> tuple[Tensor, ...]:
 def _fake_dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     op = DEQUANTIZE
     check_dtype(op, "data", data.dtype, FLOAT8)
-    _check_float32(op, "scale", scale)
+    checks.dtype_is(op, "scale", scale, torch.float32)
     check_dtype(op, "dtype", dtype, FLOATS)
-    if data.dim() == 0:
-        checks.refuse(op, "data", "at least one dimension", "a tensor without dimensions")
+    checks.at_least_one_dimension(op, "data", data)
     rows: Any = math.prod(data.shape[:-1])
     shapes = [_scale_shape(kind, data.shape, rows) for kind in SCALINGS]
     if not any(
@@ -154,7 +143,7 @@ def _fake_amax(x: Tensor, by_row: bool) -> Tensor:
 
 
 def _fake_scale(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
-    _check_float32(SCALE, "amax", amax)
+    checks.dtype_is(SCALE, "amax", amax, torch.float32)
     check_dtype(SCALE, "dtype", dtype, FLOAT8)
     return amax.new_empty(amax.shape)
 

@@ -74,11 +74,7 @@ def _check_positions(
         return
     entries = q.shape[0] if q.dim() == 4 else 1
     if cu_seqlens is not None:
-        if cu_seqlens.dtype != torch.int32:
-            refuse(op, "cu_seqlens", "int32", dtype_text(cu_seqlens.dtype))
-        if cu_seqlens.dim() != 1 or known(cu_seqlens.shape[0] < 2):
-            refuse(op, "cu_seqlens", "shape (sequences + 1)", shape_text(cu_seqlens.shape))
-        checks.same_device(op, "cu_seqlens", cu_seqlens, q)
+        checks.offsets(op, "cu_seqlens", cu_seqlens, q)
         entries = cu_seqlens.shape[0] - 1
     if offsets is not None:
         if offsets.dtype not in (torch.int32, torch.int64):
@@ -135,8 +131,7 @@ def _fake_rope(a: Any) -> tuple[Tensor, Tensor]:
     return _empty_heads(a.q), _empty_heads(a.k)
 
 
-register_fake("rope", _fake_rope, named=True)
-register_fake("rope_forward", _fake_rope, named=True)
+register_fake(("rope", "rope_forward"), _fake_rope, named=True)
 register_fake("rope_inplace", lambda a: _check_inputs("rope", a), named=True)
 
 _raw_rope = raw.rope_forward.default
@@ -251,8 +246,7 @@ def _fake_norm_backward(a: Any) -> tuple[Tensor, ...]:
     )
 
 
-register_fake("qk_norm_rope", _fake_norm, named=True)
-register_fake("qk_norm_rope_forward", _fake_norm, named=True)
+register_fake(("qk_norm_rope", "qk_norm_rope_forward"), _fake_norm, named=True)
 register_fake("qk_norm_rope_backward", _fake_norm_backward, named=True)
 
 _NORM_ARGUMENTS = ("q", "k", "q_weight", "k_weight")

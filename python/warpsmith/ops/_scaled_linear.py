@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from warpsmith import _C
 from warpsmith._core import checks
+from warpsmith._core.captures import capturing
 from warpsmith._core.library import (
     Gradients,
     Saved,
@@ -36,6 +37,7 @@ from warpsmith._core.main_grad import PLAIN, is_gathered
 from warpsmith._core.pending import note, note_later, settled
 from warpsmith.ops import _quantize
 from warpsmith.ops._linear import capability, under_autocast
+from warpsmith.ops._quantize import blocks_of
 from warpsmith.ops._shared_casts import BY_ROWS, let_go, of_columns, of_gradients, of_rows, place_of, source_of
 
 SCALED = "scaled_linear"
@@ -241,7 +243,7 @@ class Steps:
         of_rows.clear()
         of_columns.clear()
         of_gradients.clear()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # replays are not counted
+        if capturing():  # replays are not counted
             params = [p for g in of.param_groups for p in g["params"]] if isinstance(of, torch.optim.Optimizer) else of
             cls.captured |= any(type(p) is not nn.Parameter for p in params)
             _captured.update((p, True) for p in params)
@@ -354,10 +356,6 @@ def may_keep_rows(x: Tensor) -> bool:
 # ---- fakes: the checks of csrc/bindings/linear_scaled.cpp, in its order
 
 
-def _blocks(n: Any) -> Any:
-    return (n + _quantize.BLOCK - 1) // _quantize.BLOCK
-
-
 def _check_features(op: str, weight: Tensor) -> None:
     for what, n in (("in_features", weight.shape[1]), ("out_features", weight.shape[0])):
         if checks.known(n % 16 != 0):
@@ -385,14 +383,8 @@ def _scaling_of(op: str, options: int) -> int:
     return scaling
 
 
-def _check_of(op: str, argument: str, t: Tensor, dtype: torch.dtype, shape: Sequence[Any], like: Tensor) -> None:
-    _quantize.check_dtype_is(op, argument, t, dtype)
-    checks.same_shape(op, argument, t, shape)
-    checks.same_device(op, argument, t, like)
-
-
 def _check_cast(op: str, argument: str, data: Tensor, shape: Sequence[Any], like: Tensor) -> None:
-    _check_of(op, argument, data, _E4M3, shape, like)
+    checks.exactly(op, argument, data, _E4M3, shape, like)
     if not data.is_contiguous():
         checks.refuse(op, argument, "a contiguous tensor", "other strides")
 
@@ -406,8 +398,8 @@ def _check_bytes(op: str, a: Any, names: Sequence[str], shape: Any, scaling: int
         return
     _check_cast(op, names[0], data, shape, like)
     rows, columns = shape
-    blocks = _blocks(rows), _blocks(columns)
-    _check_of(op, names[1], scale, torch.float32, ((rows, 1), (), blocks, (rows, blocks[1]))[scaling], like)
+    blocks = blocks_of(rows), blocks_of(columns)
+    checks.exactly(op, names[1], scale, torch.float32, ((rows, 1), (), blocks, (rows, blocks[1]))[scaling], like)
 
 
 _SHARED = (0, 1, 3)  # of x: a block is 128 terms of a row
@@ -424,7 +416,7 @@ def _check_given(op: str, argument: str, scale: Tensor | None, scaling: int, lik
         return
     if scaling != 1:
         checks.refuse(op, argument, "None: these scales are computed", "a tensor")
-    _check_of(op, argument, scale, torch.float32, (), like)
+    checks.exactly(op, argument, scale, torch.float32, (), like)
 
 
 _OF_X, _OF_WEIGHT = ("x_data", "x_data_scale"), ("weight_data", "weight_scale")
@@ -439,15 +431,15 @@ def _fake(a: Any) -> tuple[Tensor | None, ...]:
     _check_given(SCALED, "x_scale", a.x_scale, scaling, x)
     _check_given(SCALED, "dy_scale", a.dy_scale, scaling, x)
     if a.dy_counts is not None:
-        _check_of(SCALED, "dy_counts", a.dy_counts, torch.int64, (2,), x)
+        checks.exactly(SCALED, "dy_counts", a.dy_counts, torch.int64, (2,), x)
     if a.dy_amax is not None:
-        _check_of(SCALED, "dy_amax", a.dy_amax, torch.float32, (), x)
+        checks.exactly(SCALED, "dy_amax", a.dy_amax, torch.float32, (), x)
     rows, columns = shape = _cast_rows(x, scaling), x.shape[-1]
     _check_bytes(SCALED, a, _OF_X, shape, _SHARED[scaling], x)
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     if a.x_data is not None:
         return y, None, None, None, None
-    scales = ((rows, 1), (), (rows, _blocks(columns)))[scaling]
+    scales = ((rows, 1), (), (rows, blocks_of(columns)))[scaling]
     return (
         y,
         x.new_empty((2,), dtype=torch.int64),
@@ -503,7 +495,7 @@ def _fake_backward(a: Any) -> tuple[Tensor | None, ...]:
         dy.new_empty((2,), dtype=torch.int64),
         dy.new_empty((), dtype=torch.float32) if a.options & _WATCH else None,
         dy.new_empty(shape, dtype=_E4M3) if is_new else None,
-        dy.new_empty((columns, _blocks(terms)), dtype=torch.float32) if is_new and blocks else None,
+        dy.new_empty((columns, blocks_of(terms)), dtype=torch.float32) if is_new and blocks else None,
     )
 
 
@@ -516,12 +508,11 @@ def _fake_cast(weight: Tensor, scaling: int, power_of_two: bool, turned: bool) -
         checks.refuse(op, "weight", "two dimensions", checks.shape_text(weight.shape))
     _check_features(op, weight)
     shape = tuple(reversed(weight.shape)) if turned else tuple(weight.shape)
-    scales = ((weight.shape[0], 1), (), tuple(map(_blocks, shape)))[scaling]
+    scales = ((weight.shape[0], 1), (), tuple(map(blocks_of, shape)))[scaling]
     return weight.new_empty(shape, dtype=_E4M3), weight.new_empty(scales, dtype=torch.float32)
 
 
-for _name in (SCALED, f"{SCALED}_forward"):
-    register_fake(_name, _fake, named=True)
+register_fake((SCALED, f"{SCALED}_forward"), _fake, named=True)
 register_fake(f"{SCALED}_inference", lambda a: _fake(a)[0], named=True)
 register_fake(f"{SCALED}_backward", _fake_backward, named=True)
 register_fake(f"{SCALED}_cast", _fake_cast)
@@ -551,8 +542,8 @@ def layer(
     """A layer: ``scaled_linear`` of a recipe, a state and a flag that are such."""
     if not isinstance(x, Tensor) or (_any_autocast() and torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")):
         wide = weight.dtype is torch.float32  # cast to 8 bits as it is
-        x, narrow, bias = under_autocast(SCALED, x=x, weight=None if wide else weight, bias=bias)  # type: ignore[assignment]
-        weight = weight if wide else narrow  # type: ignore[assignment]
+        x, narrow, bias = under_autocast(SCALED, x=x, weight=None if wide else weight, bias=bias)
+        weight = weight if wide else narrow
     run = in_eager if is_plain(x, weight, bias) else in_graph
     return run(x, weight, bias, recipe, state, emulate)
 

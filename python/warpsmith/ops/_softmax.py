@@ -26,15 +26,12 @@ def softmax_of(name: str, log: bool) -> Callable[..., Tensor]:
         op = name + "_backward"
         checks.float_dtype(op, "y", y)
         checks.float_dtype(op, "dy", dy)
-        checks.same_dtype(op, "dy", dy, y)
-        checks.same_shape(op, "dy", dy, y.shape)
-        checks.same_device(op, "dy", dy, y)
+        checks.alike(op, "dy", dy, y)
         if x_dtype != y.dtype and not (y.dtype == torch.float32 and x_dtype in HALVES):
             checks.refuse(op, "x_dtype", "that of y, or 16 bits beside float32", checks.dtype_text(x_dtype))
         return torch.empty_like(y, dtype=x_dtype, memory_format=torch.contiguous_format)
 
-    register_fake(name, fake_forward)
-    register_fake(name + "_forward", fake_forward)
+    register_fake((name, name + "_forward"), fake_forward)
     register_fake(name + "_backward", fake_backward)
 
     def backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:

@@ -137,7 +137,7 @@ def bias_silu(x: Tensor, bias: Tensor) -> Tensor:
     return _bias_silu(x, bias)
 
 
-_bias_relu = biased("bias_relu", lambda x: (torch.relu(x), (x > 0).to(x.dtype)))
+_bias_relu = biased("bias_relu", _relu)
 
 
 @documented(BIASED)
@@ -178,13 +178,8 @@ def _relu_squared_fake_backward(dy: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-register_fake("relu_squared", _relu_squared_fake_forward)
-register_fake("relu_squared_forward", _relu_squared_fake_forward)
+register_fake(("relu_squared", "relu_squared_forward"), _relu_squared_fake_forward)
 register_fake("relu_squared_backward", _relu_squared_fake_backward)
-
-
-def _relu_squared_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
-    return {"x": call_raw(raw.relu_squared_backward.default, dy, saved.x)}
 
 
 def _relu_squared_differentiable_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
@@ -203,7 +198,7 @@ _relu_squared = differentiable(
     forward=raw.relu_squared_forward.default,
     rows=1,
     save=("x",),
-    backward=_relu_squared_backward,
+    backward=lambda saved, wants, dy: {"x": call_raw(raw.relu_squared_backward.default, dy, saved.x)},
     differentiable_backward=_relu_squared_differentiable_backward,
     plain=_relu_squared_plain,
 )
@@ -257,7 +252,7 @@ def _dropout_add_fake_forward(x: Tensor, residual: Tensor, seed: Tensor | None, 
 
 
 def _dropout_add_fake_backward(dy: Tensor, seed: Tensor, p: float) -> Tensor:
-    op = _DROPOUT_ADD + "_dropout_add_backward"
+    op = _DROPOUT_ADD + "_backward"
     checks.float_dtype(op, "dy", dy)
     check_p(op, p)
     check_seed(op, seed, dy)
@@ -265,8 +260,7 @@ def _dropout_add_fake_backward(dy: Tensor, seed: Tensor, p: float) -> Tensor:
     return torch.empty_like(dy, memory_format=torch.contiguous_format)
 
 
-register_fake("dropout_add", _dropout_add_fake_forward)
-register_fake("dropout_add_forward", _dropout_add_fake_forward)
+register_fake(("dropout_add", "dropout_add_forward"), _dropout_add_fake_forward)
 register_fake("dropout_add_backward", _dropout_add_fake_backward)
 
 _dropout_add_raw_backward = raw.dropout_add_backward.default

@@ -105,7 +105,7 @@ def attention(
     window = _attention.check_window(_OP, causal, window_size)
     _attention.check_numbers(_OP, softmax_scale, softcap)
     heads = _attention.kv_heads_of(_OP, k, v, kv_heads)
-    q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
+    q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)
     inputs = _attention.with_seed(
         _OP,
         q,
@@ -229,7 +229,7 @@ def attention_varlen(
     _check_length("max_seqlen_k", max_seqlen_k)
     _attention.check_numbers(_VARLEN, softmax_scale, softcap)
     heads = _attention.kv_heads_of(_VARLEN, k, v, kv_heads)
-    q, k, v, bias = _attention.under_autocast(_VARLEN, q, k, v, bias)  # type: ignore[assignment]
+    q, k, v, bias = _attention.under_autocast(_VARLEN, q, k, v, bias)
     inputs = _attention.with_seed(
         _VARLEN,
         q,

@@ -67,8 +67,6 @@ def conv2d(
         >>> warpsmith.conv2d(x, weight, torch.tensor([-20.0]), activation="relu", residual=residual)
         tensor([[[[1.]]]])
     """
-    x, weight, bias, residual = under_autocast(  # type: ignore[assignment]
-        _conv2d.NAME, x=x, weight=weight, bias=bias, residual=residual
-    )
+    x, weight, bias, residual = under_autocast(_conv2d.NAME, x=x, weight=weight, bias=bias, residual=residual)
     given = _conv2d.checked(x, weight, bias, stride, padding, dilation, groups, activation, residual)
     return _conv2d.convolved(x, weight, bias, *given, groups, activation, residual)

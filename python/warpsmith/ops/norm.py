@@ -144,8 +144,7 @@ def add_layer_norm(
     Returns:
         ``(y, residual_out)`` as :func:`warpsmith.add_rms_norm`; mean and variance are float32 (float64 for float64).
 
-    Both outputs are differentiable: gradients for ``x``, ``residual``, ``weight`` and ``bias``, and theirs in turn. The
-    second derivative is composed of plain torch operations.
+    Gradients as :func:`warpsmith.add_rms_norm`'s, and for ``bias``.
 
     Deterministic: every sum has a fixed order, those of weight and bias gradient too. Moves 4 elements of memory for
     each of ``x`` forward and 4 backward (with a residual of the dtype of ``x``).
@@ -200,8 +199,7 @@ def dropout_add_rms_norm(
     Returns:
         ``(y, residual_out)`` as :func:`warpsmith.add_rms_norm`. The dropped, scaled and added value is rounded once.
 
-    Both outputs are differentiable: gradients for ``x``, ``residual`` and ``weight``, and theirs in turn. The second
-    derivative is composed of plain torch operations.
+    Gradients as :func:`warpsmith.add_rms_norm`'s.
 
     Deterministic for a seed, with the same mask on CPU and CUDA. Moves 4 elements of memory for each of ``x`` forward
     and 5 backward (with a residual of the dtype of ``x``).
@@ -258,8 +256,7 @@ def dropout_add_layer_norm(
     Returns:
         ``(y, residual_out)`` as :func:`warpsmith.add_layer_norm`. The dropped, scaled and added value is rounded once.
 
-    Both outputs are differentiable: gradients for ``x``, ``residual``, ``weight`` and ``bias``, and theirs in turn. The
-    second derivative is composed of plain torch operations.
+    Gradients as :func:`warpsmith.add_layer_norm`'s.
 
     Deterministic for a seed, with the same mask on CPU and CUDA. Moves 4 elements of memory for each of ``x`` forward
     and 5 backward (with a residual of the dtype of ``x``).

@@ -80,11 +80,9 @@ class StepExtras:
         if not any(words):
             return None, 0.0, zeroes
         if capturing:
-            plan.held += [*(lists.local(c) for c in self.copies.values()), *self._average_parts()]
+            averages = [] if self.ema is None else self.ema.averages
+            plan.held += [lists.local(t) for t in (*self.copies.values(), *averages)]
         return bucket.column("extras", words, capturing), self._weight(), zeroes
-
-    def _average_parts(self) -> list[Tensor]:
-        return [] if self.ema is None else [lists.local(a) for a in self.ema.averages]
 
     def _weight(self) -> float:
         return 0.0 if self.ema is None else 1 - self.ema.decay

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from warpsmith._core import checks
 from warpsmith._core import tensor_list as lists
+from warpsmith._core.captures import capturing
 from warpsmith._core.raw_step import COUNTER
 from warpsmith.optim import _newton_schulz as iteration
 from warpsmith.optim._loading import check_shapes
@@ -117,19 +118,8 @@ class Muon(CheckedOptimizer):
         precision: str | None = None,
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "newton_schulz": newton_schulz,
-            "precision": precision,
-            "seed": seed,
-        }
+        own = ("self", "params", "__class__")
+        defaults = {n: value for n, value in locals().items() if n not in own and not n.startswith("others")}
         checks.one_of(self._op, "others", others, (None, "adamw"))
         if isinstance(others_names, str) or not all(isinstance(pattern, str) for pattern in others_names):
             self._refuse("others_names", "a sequence of patterns for names of parameters", others_names)
@@ -303,7 +293,7 @@ class Muon(CheckedOptimizer):
         for matrix in active:
             state = self.state[matrix.param]
             if BUFFER not in state:
-                if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                if capturing():
                     self._refuse_capture()
                 precision, grad = self.param_groups[matrix.group]["precision"], matrix.grad
                 dtype = torch.float32 if precision in _WIDE else grad.dtype

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from warpsmith.testing.gpu_timer import NOT_TIMED, Timing, first_line, timing_of
+from warpsmith.testing.gpu_timer import NOT_TIMED, Timing, first_calls, timing_of
 
 
 @contextmanager
@@ -80,15 +80,7 @@ def _interleaved(
     seed: int,
     sample: Callable[[Callable[[], Any]], float],
 ) -> dict[str, Timing]:
-    failed: dict[str, Timing] = {}
-    samples: dict[str, list[float]] = {}
-    for name, fn in contenders.items():
-        try:
-            for _ in range(2 if rounds else 1):
-                fn()
-            samples[name] = []
-        except Exception as error:
-            failed[name] = Timing(None, error=first_line(error))
+    samples, failed = first_calls(contenders, 2 if rounds else 1)
     if not rounds:
         return {name: failed.get(name, NOT_TIMED) for name in contenders}
     order = random.Random(seed)

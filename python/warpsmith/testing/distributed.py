@@ -88,13 +88,10 @@ def fault(
         >>> with fault("slow", rank=1, call="all_reduce", seconds=0.1):
         ...     pass
     """
-    if kind not in FAULTS:
-        raise ValueError(f"fault: kind: expected one of {', '.join(FAULTS)}, got {kind}")
-    for name, value in (("rank", rank), ("nth", nth)):
-        checks.refuse_non_int("fault", name, value)
+    checks.one_of("fault", "kind", kind, FAULTS)
+    checks.refuse_non_int("fault", "rank", rank)
+    checks.refuse_non_int("fault", "nth", nth, 1)
     checks.refuse_non_number("fault", "seconds", seconds)
-    if nth < 1:
-        raise ValueError(f"fault: nth: expected at least 1, got {nth}")
     if (path is None) == (kind == "torn"):
         wanted = "a file" if kind == "torn" else f"none for {kind}"
         raise ValueError(f"fault: path: expected {wanted}, got {path}")

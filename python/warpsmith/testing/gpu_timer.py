@@ -65,6 +65,23 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}"[:160]
 
 
+def first_calls(
+    contenders: Mapping[str, Callable[[], Any]], count: int, wait: Callable[[], Any] = lambda: None
+) -> tuple[dict[str, list[float]], dict[str, Timing]]:
+    """Calls each so often. Empty lists for the samples of those that work, and errors of the others."""
+    alive: dict[str, list[float]] = {}
+    failed: dict[str, Timing] = {}
+    for name, fn in contenders.items():
+        try:
+            for _ in range(count):
+                fn()
+            wait()
+            alive[name] = []
+        except Exception as error:
+            failed[name] = Timing(None, error=first_line(error))
+    return alive, failed
+
+
 @dataclass
 class GpuTimer:
     """Times contenders on the current CUDA device.
@@ -92,16 +109,7 @@ class GpuTimer:
             raise RuntimeError("GpuTimer.time: expected a CUDA device, found none")
         if self._flush is None:
             self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-        failed: dict[str, Timing] = {}
-        alive: dict[str, list[float]] = {}
-        for name, fn in contenders.items():
-            try:
-                for _ in range(WARM_UP_CALLS if self.rounds else 1):
-                    fn()
-                torch.cuda.synchronize()
-                alive[name] = []
-            except Exception as error:
-                failed[name] = Timing(None, error=first_line(error))
+        alive, failed = first_calls(contenders, WARM_UP_CALLS if self.rounds else 1, torch.cuda.synchronize)
         if not self.rounds:
             return {name: failed.get(name, NOT_TIMED) for name in contenders}
         gc.collect()

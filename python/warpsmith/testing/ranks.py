@@ -61,9 +61,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
-        checks.refuse_non_int("RankPool", "world_size", world_size)
-        if world_size < 1:
-            raise ValueError(f"RankPool: world_size: expected at least 1, got {world_size}")
+        checks.refuse_non_int("RankPool", "world_size", world_size, 1)
         self.world_size, self.backend = world_size, backend
         self._folder = tempfile.TemporaryDirectory(prefix="warpsmith-ranks-")
         self._processes: list[Any] = []

@@ -70,17 +70,14 @@ def make_rows(
     (named ``warpsmith, <form>``), do not count as rivals."""
     yardstick = timings[YARDSTICK].ms if YARDSTICK in timings else None
     rivals = [t.ms for n, t in timings.items() if n.split(",")[0] != OURS and n not in not_rivals and t.ms]
-    rows = []
+    rows, cell = [], (op, shape, dtype, direction)
     for name, t in timings.items():
         if t.ms is None:
-            rows.append(Row(op, shape, dtype, direction, name, None, unit, note=t.error))
+            rows.append(Row(*cell, name, None, unit, note=t.error))
             continue
         rows.append(
             Row(
-                op,
-                shape,
-                dtype,
-                direction,
+                *cell,
                 name,
                 t.ms,
                 unit,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from warpsmith._core import checks
-from warpsmith.distributed.exchange import all_gather_bytes, rank_and_size
+from warpsmith.distributed.exchange import all_gather_bytes, all_gather_json, rank_and_size
 from warpsmith.train import checkpoint_folder
 from warpsmith.train.checkpoint_folder import CheckpointError, Files
 from warpsmith.train.checkpoint_parts import check_model, check_optimizer, check_parts, known_class, load_parts, plain
@@ -66,9 +66,7 @@ class Checkpointer:
     def __init__(
         self, folder: str | os.PathLike[str], keep: int = 3, *, process_group: ProcessGroup | None = None
     ) -> None:
-        checks.refuse_non_int("Checkpointer", "keep", keep)
-        if keep < 1:
-            raise ValueError(f"Checkpointer: keep: expected at least 1, got {keep}")
+        checks.refuse_non_int("Checkpointer", "keep", keep, 1)
         if not isinstance(folder, (str, os.PathLike)):
             checks.refuse_type("Checkpointer", "folder", "a path", folder)
         rank_and_size(process_group, "Checkpointer")
@@ -124,12 +122,7 @@ class Checkpointer:
                 files = self._snapshot(step, size, given, extra)
             except Exception as error:
                 failure = error
-        own = {"random": Packer(_no_tensors).pack(random_state(), ""), "error": failure and str(failure)}
-        reports = [json.loads(text) for text in all_gather_bytes(json.dumps(own).encode(), self.process_group)]
-        if failure is not None:
-            raise failure
-        if reports[0]["error"]:
-            raise CheckpointError(f"rank 0: {reports[0]['error']}")
+        reports = self._exchange({"random": Packer(_no_tensors).pack(random_state(), "")}, failure)
         if rank == 0:
             files[_RANKS] = json.dumps([report["random"] for report in reports]).encode()
             self._start(step, files)
@@ -208,6 +201,15 @@ class Checkpointer:
             self.wait()
         elif self._thread is not None:
             self._thread.join()  # the exception that ends the block is the one to report
+
+    def _exchange(self, own: dict[str, Any], failure: BaseException | None) -> list[Any]:
+        """What each rank gave. Raises on all ranks where rank 0 has failed."""
+        reports = all_gather_json({**own, "error": failure and str(failure)}, self.process_group)
+        if failure is not None:
+            raise failure
+        if reports[0]["error"]:
+            raise CheckpointError(f"rank 0: {reports[0]['error']}")
+        return reports
 
     def _check_step(self, step: int) -> None:
         if step < 0:
@@ -316,12 +318,7 @@ class Checkpointer:
                 self._refused_names = {line.split(":", 1)[0] for line in self.refused}
             except Exception as error:
                 failure = error
-        own = {"name": path and path.name, "refused": self.refused, "error": failure and str(failure)}
-        choice = json.loads(all_gather_bytes(json.dumps(own).encode(), self.process_group)[0])
-        if failure is not None:
-            raise failure
-        if choice["error"]:
-            raise CheckpointError(f"rank 0: {choice['error']}")
+        choice = self._exchange({"name": path and path.name, "refused": self.refused}, failure)[0]
         self.refused = choice["refused"]
         if choice["name"] is None:
             if self.refused:

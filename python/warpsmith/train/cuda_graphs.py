@@ -78,11 +78,9 @@ class CudaGraphs:
         for generator in self._generators:
             generator.graphsafe_set_state(generator.clone_state())
 
-    @contextlib.contextmanager
-    def watched(self, found: Callable[[FrameType], None]) -> Iterator[None]:
+    def watched(self, found: Callable[[FrameType], None]) -> contextlib.AbstractContextManager[None]:
         """Calls ``found`` for every wait of the host."""
-        with waits(found):
-            yield
+        return waits(found)
 
     def random_state(self) -> list[Tensor]:
         return [g.get_state() for g in self._generators]

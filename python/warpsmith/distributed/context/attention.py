@@ -184,11 +184,12 @@ def _attend(
         check_sharding(_OP, place.sharding)
         # The raw op would refuse deterministic when keys are on their way, and nobody takes them.
         checks.flags(_OP, causal=causal, return_lse=return_lse, deterministic=deterministic)
-        optional = {"cu_seqlens": cu_seqlens, "alibi_slopes": alibi_slopes, "sink": sink, "seed": seed}
-        _check_types({"q": q, "k": k, "v": v}, optional, softmax_scale, softcap)
+        checks.tensors(_OP, q=q, k=k, v=v)
+        checks.tensors(_OP, True, cu_seqlens=cu_seqlens, alibi_slopes=alibi_slopes, sink=sink, seed=seed)
+        _attention.check_numbers(_OP, softmax_scale, softcap)
         checks.refuse_non_number(_OP, "dropout_p", dropout_p, "a number in [0, 1)")
         left, right = _attention.check_window(_OP, causal, window_size)
-        q, k, v = _attention.under_autocast(_OP, q, k, v)  # type: ignore[assignment]
+        q, k, v = _attention.under_autocast(_OP, q, k, v)
         dropout_p = dropout_p if _attention.drops(_OP, dropout_p) else 0.0
         numbers = softmax_scale, softcap, deterministic, 0 if max_seqlen is None else max_seqlen, dropout_p, place.ranks
         call = _Call(
@@ -225,22 +226,6 @@ def _seed(call: _Call, place: ContextGroup) -> Tensor | None:
     if place.ranks > 1:
         dist.broadcast(seed, 0 if place.group is None else dist.get_global_rank(place.group, 0), place.group)
     return seed
-
-
-def _check_types(
-    tensors: dict[str, Any], optional: dict[str, Any], softmax_scale: float | None, softcap: float
-) -> None:
-    """Refuses values of another Python type. The checks after this one look at dtypes, shapes and sizes."""
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            checks.refuse_type(_OP, name, "a tensor", value)
-    for name, value in optional.items():
-        if value is not None and not isinstance(value, Tensor):
-            checks.refuse_type(_OP, name, "a tensor or None", value)
-    if softmax_scale is not None and type(softmax_scale) is not float and not checks.is_number(softmax_scale):
-        checks.refuse_type(_OP, "softmax_scale", "a number or None", softmax_scale)
-    if type(softcap) is not float and not checks.is_number(softcap):
-        checks.refuse_type(_OP, "softcap", "a number", softcap)
 
 
 def _check_packing(call: _Call, max_seqlen: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import weakref
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from warpsmith.distributed.exchange import all_gather_bytes, rank_and_size
+from warpsmith.distributed.exchange import all_gather_json, rank_and_size
 
 VARIABLE = "WARPSMITH_PEER_MEMORY"  # "0": not used
 MOST_RANKS = 16  # outputs of the kernel that adds (csrc/kernels/optim/rank_mean.h)
@@ -111,7 +110,7 @@ def _decide(group: ProcessGroup, device: torch.device) -> PeerMemory | str:
     if size > MOST_RANKS:
         return f"{size} ranks, more than {MOST_RANKS}"
     own = {"host": _host(), "gpu": _uuid(device.index), "off": os.environ.get(VARIABLE) == "0"}
-    ranks = _gather(own, group)
+    ranks = all_gather_json(own, group)
     for rank, it in enumerate(ranks):
         if it["off"]:
             return f"rank {rank} of {size} has {VARIABLE}=0"
@@ -119,7 +118,7 @@ def _decide(group: ProcessGroup, device: torch.device) -> PeerMemory | str:
             return f"rank {rank} of {size} is on another host than rank 0"
         if (first := [other["gpu"] for other in ranks].index(it["gpu"])) != rank:
             return f"ranks {first} and {rank} of {size} share a GPU"
-    if why := _first(_gather(_no_access(device, [it["gpu"] for it in ranks]), group)):
+    if why := _first(all_gather_json(_no_access(device, [it["gpu"] for it in ranks]), group)):
         return why
     found: PeerMemory | None = None
     failure = ""
@@ -128,7 +127,7 @@ def _decide(group: ProcessGroup, device: torch.device) -> PeerMemory | str:
     except RuntimeError as error:
         rank, _ = rank_and_size(group)
         failure = f"rank {rank} of {size}: torch's symmetric memory: {str(error).splitlines()[0]}"
-    return _first(_gather(failure, group)) or found or failure
+    return _first(all_gather_json(failure, group)) or found or failure
 
 
 def _no_access(device: torch.device, gpus: list[str]) -> str:
@@ -149,10 +148,6 @@ def _host() -> str:
 
 def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def _gather(own: Any, group: ProcessGroup) -> list[Any]:
-    return [json.loads(text) for text in all_gather_bytes(json.dumps(own).encode(), group)]
 
 
 def _first(reasons: list[str]) -> str:

@@ -139,9 +139,7 @@ class Cluster:
         """
         if kind not in COLLECTIVES:
             raise ValueError(f"Cluster.collective_s: kind: expected one of {', '.join(COLLECTIVES)}, got {kind!r}")
-        checks.refuse_non_int("Cluster.collective_s", "ranks", ranks)
-        if ranks < 1:
-            raise ValueError(f"Cluster.collective_s: ranks: expected at least 1, got {ranks}")
+        checks.refuse_non_int("Cluster.collective_s", "ranks", ranks, 1)
         if not tensor_bytes >= 0:
             raise ValueError(f"Cluster.collective_s: tensor_bytes: expected at least 0, got {tensor_bytes}")
         if ranks == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpsmith._core.raw_step import COUNTER
-from warpsmith.distributed.exchange import all_gather_bytes
+from warpsmith.distributed.exchange import all_gather_json
 from warpsmith.distributed.sharded.gradient_shards import GradientShards, flat
 from warpsmith.distributed.sharded.shards import Fragment
 
@@ -25,7 +24,7 @@ def gather_states(shards: GradientShards, own: Sequence[Mapping[str, Tensor]], t
     """
     device = shards.params[0].device
     kinds = [[(name, str(t.dtype).removeprefix("torch.")) for name, t in state.items()] for state in own]
-    kinds_of = [json.loads(text) for text in all_gather_bytes(json.dumps(kinds).encode(), shards.group)]
+    kinds_of = all_gather_json(kinds, shards.group)
     states: States = {}
     for rank in range(shards.world_size):
         fragments = _fragments_of(shards, rank)

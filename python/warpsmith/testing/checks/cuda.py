@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from warpsmith.testing.inputs import make_inputs
-from warpsmith.testing.run import Result, as_leaves, assert_same_bits, flatten, run, upstream, wanted_inputs
-from warpsmith.testing.spec import Case, Inputs, OpSpec
+from warpsmith.testing.run import as_leaves, assert_same_bits, flatten, run, upstream, wanted_inputs
+from warpsmith.testing.spec import Case, OpSpec
 from warpsmith.testing.tensors import repeat_batch
 
 DELAY_CYCLES = 20_000_000  # about 10 ms: long enough that work on a wrong stream overtakes
@@ -50,36 +50,16 @@ def check_graph_capture(spec: OpSpec) -> None:
     torch.cuda.current_stream().wait_stream(side)
 
     graph = torch.cuda.CUDAGraph()
-    leaves = as_leaves(static, wanted_inputs(spec, static))
     with torch.cuda.graph(graph):
-        captured = _forward_backward(spec, leaves, grads)
+        captured = run(spec.op, spec, case, static, grads=grads)
     for step in range(3):
-        for name, value in static.items():
+        for value in static.values():
             if isinstance(value, Tensor) and value.is_floating_point():
-                leaves[name].detach().copy_(value.roll(step + 1, 0))
+                value.copy_(value.roll(step + 1, 0))
         graph.replay()
         replayed = {k: v.clone() for k, v in captured.all().items()}
-        eager = run(
-            spec.op,
-            spec,
-            case,
-            {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in leaves.items()},
-            grads=grads,
-        )
+        eager = run(spec.op, spec, case, static, grads=grads)
         assert_same_bits(f"{spec.name}: graph replay {step}", eager.all(), replayed)
-
-
-def _forward_backward(spec: OpSpec, leaves: Inputs, grads: dict[str, Tensor]) -> Result:
-    names = wanted_inputs(spec, leaves)
-    outputs = flatten(spec.op(**leaves), spec.outputs)
-    with_graph = {n: y for n, y in outputs.items() if y.requires_grad}
-    found: tuple[Tensor | None, ...] = ()
-    if names:
-        found = torch.autograd.grad(
-            list(with_graph.values()), [leaves[n] for n in names], [grads[n] for n in with_graph], allow_unused=True
-        )
-    gradients = {f"grad_{n}": g for n, g in zip(names, found, strict=bool(names)) if g is not None}
-    return Result({n: y.detach() for n, y in outputs.items()}, gradients)
 
 
 def check_side_streams(spec: OpSpec, streams: int = 4) -> None:

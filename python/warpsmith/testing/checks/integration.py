@@ -114,12 +114,8 @@ def check_fake_and_meta(spec: OpSpec, device: str = "cpu") -> None:
         real = run(spec.op, spec, case, inputs)
         grads = upstream(spec, case, real.outputs)
         mode = FakeTensorMode()
-
-        def to_fake(t: Tensor, mode: FakeTensorMode = mode) -> Tensor:
-            return mode.from_tensor(t)
-
-        conversions: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("meta", _to_meta), ("fake", to_fake))
-        for kind, convert in conversions:
+        conversions: dict[str, Callable[[Tensor], Tensor]] = {"meta": _to_meta, "fake": mode.from_tensor}
+        for kind, convert in conversions.items():
             converted = _convert(inputs, convert)
             context = mode if kind == "fake" else torch.no_grad()
             with context, torch.enable_grad():
