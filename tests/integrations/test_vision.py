@@ -449,16 +449,24 @@ class UNet(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_unet_of_diffusers(dtype):
+    """In float32 of three batches together: of one the error of a small tensor is a draw (2.2 times torch's on one CPU,
+    0.5 to 1.7 for other batches)."""
     torch.manual_seed(0)
-    model, x = UNet().to(dtype), images(count=4).to(dtype)
+    model = UNet().to(dtype)
     patched, wide = copy.deepcopy(model), copy.deepcopy(model).double()
     done = patch(patched)
+    batches = [images(i, count=4).to(dtype) for i in range(3 if dtype == torch.float32 else 1)]
+
+    def of_all(model, kind=dtype):
+        found = [results(model, x.to(kind)) for x in batches]
+        return {name: torch.stack([f[name] for f in found]) for name in found[0]}
+
     with Ops() as ops:
-        found = results(patched, x)
+        results(patched, batches[0])
     assert done.replaced["ResnetBlock2D"] == "warpsmith.group_norm with silu (8)"
     assert ops.count("warpsmith::group_norm_forward") == 21 and ops.called.count("aten::silu") == 9  # those of times
     law = assert_law_of_the_mean if dtype == torch.float32 else assert_law_of_the_model
-    law(found, results(model, x), results(wide, x.double()))
+    law(of_all(patched), of_all(model), of_all(wide, torch.float64))
     done.undo()
     assert type(patched.model) is type(model.model)
 

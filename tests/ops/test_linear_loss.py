@@ -159,6 +159,7 @@ def other_classes(draw, st, case):
 
 SPEC = op_spec(
     name="linear_cross_entropy",
+    draws=4,  # of gradients of the bias, sums of few rows
     inputs=cross_entropy_inputs,
     edges_beside_options=(),  # ignored rows
     cases=REDUCED_CASES,
@@ -193,6 +194,7 @@ ROWS_SPEC = replace(
 
 LOG_PROB_SPEC = op_spec(
     name="linear_log_prob",
+    draws=4,  # of gradients of the bias, sums of few rows
     inputs=log_prob_inputs,
     cases=LOG_PROB_CASES,
     differentiable=("hidden", "weight", "bias"),

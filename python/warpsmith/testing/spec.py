@@ -141,6 +141,8 @@ class OpSpec:
             slower than a GPU.
         sim_float32_steps: rounding steps that the law allows beside PyTorch's error in float32 on the simulated
             kernels, where PyTorch's side is its CPU kernel.
+        draws: where a result is beyond the bound, PyTorch's error is the largest of so many draws of the inputs: that
+            of a sum of few rows can be small by luck. Random cases have draws of their own.
         backward_kernels: whether the backward launches any on the sim.
         of_torch: on a GPU its kernels are torch's: others in deterministic mode and behind torch.compile, and meta
             gradients may have other strides.
@@ -185,6 +187,7 @@ class OpSpec:
     redraw: Callable[[Callable[..., Any], Any, Case], Case] | None = None
     sim_elements: int = 2**14
     sim_float32_steps: int = ROUNDING_STEPS_SIM_FLOAT32
+    draws: int = 1
     sim_far: bool = True
     backward_kernels: bool = True
     of_torch: bool = False

@@ -25,7 +25,7 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
     errors: dict[str, list[Error]] = {}
 
     def law(case: Any) -> None:
-        errors[str(case)] = numerics.check_error_law(spec, case, device)
+        errors[str(case)] = numerics.check_error_law(spec, case, device, draws=spec.draws)
 
     def median() -> None:
         missing = [c for c in spec.cases_on(device) if str(c) not in errors]
