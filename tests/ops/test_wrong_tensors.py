@@ -28,7 +28,7 @@ FREE = re.compile(
     rf"|dropout_add_backward dy {SHAPE}|cross_entropy_scale_ dlogits {SHAPE}|rank_mean parts {ROWS}"
     r"|cross_entropy_\w+_ logits a wider row"
     rf"|(group_norm(_forward|_inference)?|batch_norm_statistics) x (a wider row|{ROWS}|one dimension more)"
-    rf"|max_pool2d(_forward|_inference)? x (a wider row|{ROWS})"
+    rf"|max_pool2d(_forward|_inference)? x (a wider row|{ROWS})|max_pool2d x integers"  # these are torch's
     rf"|matmul_symmetric x (a wider row|{ROWS}|one dimension more)"
     rf"|(quantize_fp8 x|fp8_amax x|fp8_scale amax|dequantize_fp8 (data|scale)) {SHAPE}"
     r"|cross_entropy_backward_? dloss no dimension"  # of a loss that is one number
