@@ -40,7 +40,7 @@ FREE_OF_FUNCTIONS = re.compile(
     r"|cross_entropy logits a wider row|(qk_norm_)?rope position_offset no dimension"
     r"|(\w*rms_norm weight|\w*add_\w+ residual|attention\w* (bias|sink)|(linear_)?cross_entropy class_weight"
     r"|(bias_\w+|linear|mlp|gated_linear) (bias|b1|b2|\w+_bias)) another float"
-    r"|(cross_entropy logits|(log_softmax|matmul_symmetric|max_pool2d|quantize_fp8|relu_squared|scaled_linear|softmax) x)"
+    r"|(cross_entropy logits|(max_pool2d|matmul_symmetric|quantize_fp8|relu_squared|scaled_linear|(log_)?softmax) x)"
     r" (another float|half)"
 )
 FORM = re.compile(r"^(\w+): ([\w\[\]]+): expected .+, got .+", re.DOTALL)
