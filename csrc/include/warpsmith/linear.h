@@ -112,7 +112,8 @@ inline at::Tensor scaled_linear(const at::Tensor& x, const at::Tensor& weight,
                               .constants = {{"turned", c10::IValue()},
                                             {"turned_scale", c10::IValue()},
                                             {"x_turned", c10::IValue()},
-                                            {"x_turned_scale", c10::IValue()}},
+                                            {"x_turned_scale", c10::IValue()},
+                                            {"sum", c10::IValue()}},
                               .python_has_second_derivatives = false});
   const c10::IValue none;
   int64_t bits = static_cast<int64_t>(options.scaling) + 4 * static_cast<int64_t>(options.accumulate);
