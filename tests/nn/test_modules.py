@@ -79,6 +79,7 @@ def test_cross_entropy_loss_is_torchs_module():
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 5, 5), (2, 7, 3, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cross_entropy_loss_has_its_classes_where_torch_has_them(shape, dtype):
+    torch.manual_seed(0)  # where torch's loss of one row is right by luck, the law allows one step
     logits, classes = torch.randn(shape).to(dtype).requires_grad_(), shape[min(1, len(shape) - 1)]
     target = torch.randint(classes, shape[:1] * (len(shape) > 1) + shape[2:])
     results = []

@@ -118,8 +118,19 @@ class Muon(CheckedOptimizer):
         precision: str | None = None,
         seed: int = 0,
     ) -> None:
-        own = ("self", "params", "__class__")
-        defaults = {n: value for n, value in locals().items() if n not in own and not n.startswith("others")}
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "newton_schulz": newton_schulz,
+            "precision": precision,
+            "seed": seed,
+        }
         checks.one_of(self._op, "others", others, (None, "adamw"))
         if isinstance(others_names, str) or not all(isinstance(pattern, str) for pattern in others_names):
             self._refuse("others_names", "a sequence of patterns for names of parameters", others_names)
