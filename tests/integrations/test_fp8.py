@@ -148,7 +148,7 @@ def test_producers_change_no_bit_of_a_training(monkeypatch):
             done.undo()
         return losses, counts, list(model.parameters())
 
-    found = train(), train(recompute=False)
+    found = train(), train(recompute=False), train(recompute="all")
     monkeypatch.setattr("warpsmith.integrations._parts.reads_rows", lambda layer: False)
     expected, expected_counts, plain = train(recompute=False)
     for losses, counts, parameters in found:
@@ -169,11 +169,12 @@ def kept_bytes(model, tokens):
     return loss, sum(t.untyped_storage().nbytes() for place, t in found.items() if place not in parameters)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", ["all", True, False])
 @pytest.mark.parametrize("grad", [True, False], ids=["trained", "frozen"])
 def test_what_a_layer_keeps(recompute, grad):
     """Beyond a patched model in bfloat16, which makes the outputs of its norms and of SwiGLU again: a byte an element
-    of what the four products of a layer read; of the SwiGLU's alone where they are made again; and their scales."""
+    of what the four products of a layer read; of the SwiGLU's alone where they are made again, or of none; and their
+    scales."""
     model = small_model("llama").to(torch.bfloat16).train()
     size, tokens = model.config, torch.randint(model.config.vocab_size, (2, 64))
     for name, p in model.named_parameters():
@@ -185,7 +186,8 @@ def test_what_a_layer_keeps(recompute, grad):
         loss, kept = kept_bytes(model, tokens)
         x, h = (n * rows for n in (size.hidden_size, size.intermediate_size))
         if grad:
-            assert kept - plain == layers * (h + 4 * rows) + (0 if recompute else layers * (3 * x + 3 * 4 * rows))
+            of_down, of_others = layers * (h + 4 * rows), layers * (3 * x + 3 * 4 * rows)
+            assert kept - plain == of_down * (recompute != "all") + of_others * (not recompute)
         else:
             assert kept <= plain
         loss.backward()
@@ -196,7 +198,7 @@ def tensors():
     return [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
 
 
-@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("recompute", [None, False, True, "all"])
 @pytest.mark.parametrize("family", ALL)
 def test_a_step_leaves_nothing_but_its_loss(family, recompute):
     """No Python object holds an activation when its backward has run, and no cycle waits for the collector."""

@@ -412,6 +412,7 @@ def test_a_captured_backward_has_the_bits_of_eager():
     torch.cuda.current_stream().wait_stream(side)
     for t in (here.leaf, *here.weights):
         t.grad = None
+    here.x = None  # its graph holds where torch adds the leaf's gradient: on a stream outside of the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         here.x = here.leaf * 2

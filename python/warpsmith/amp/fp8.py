@@ -80,7 +80,7 @@ class Fp8Layers:
     """
 
     def __init__(
-        self, recipe: Fp8Recipe, emulate: bool, group: dist.ProcessGroup | None, recompute: bool = False
+        self, recipe: Fp8Recipe, emulate: bool, group: dist.ProcessGroup | None, recompute: bool | str = False
     ) -> None:
         self.recipe, self.emulate, self.group, self._recompute = recipe, emulate, group, recompute
         self.replaced: dict[str, str] = {}
@@ -236,7 +236,7 @@ def fp8(
     *,
     group: dist.ProcessGroup | None = None,
     emulate: bool = False,
-    recompute: bool = True,
+    recompute: bool | str = True,
 ) -> Fp8Layers:
     """Lets the linear layers of a model multiply 8-bit floats, by :func:`warpsmith.scaled_linear`, in place.
 
@@ -257,7 +257,8 @@ def fp8(
         emulate: multiply what the casts leave in float32. So on the CPU in any case.
         recompute: behind ``patch`` and with row scales that are powers of two, the backward makes the bytes of x again
             where what they are made of is kept anyway, by an RMS norm or by attention: a byte an element of x less,
-            for another pass over it. No bit of the training changes.
+            for another pass over it. "all": of SwiGLU's result too, whose pass is the longest. No bit of the training
+            changes.
 
     Returns:
         :class:`Fp8Layers`: what was replaced, what was kept and why, ``undo()``, and for delayed scales ``update()``.
@@ -278,7 +279,11 @@ def fp8(
         checks.refuse(_OP, "model", "a torch.nn.Module", checks.value_text(model))
     if filter is not None and not callable(filter):
         checks.refuse_type(_OP, "filter", "a function of name and module, or None", filter)
-    checks.flags(_OP, emulate=emulate, recompute=recompute)
+    checks.flags(_OP, emulate=emulate)
+    if not isinstance(recompute, str):
+        checks.flags(_OP, recompute=recompute)
+    elif recompute != "all":
+        checks.refuse(_OP, "recompute", "True, False or 'all'", repr(recompute))
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     device = next((m.weight.device for _, m in layers), torch.device("cpu"))
     if isinstance(recipe, str) and recipe == "auto":
@@ -295,7 +300,7 @@ def fp8(
         head, embedding = next(iter(tied.items()))
         name = next(n for n, m in layers if m is head)
         checks.refuse(_OP, "recipe", f"head=False: the weight of {name} is that of {embedding}", "head=True")
-    done = Fp8Layers(chosen, bool(emulate), group, bool(recompute))
+    done = Fp8Layers(chosen, bool(emulate), group, "all" if recompute == "all" else bool(recompute))
     for name, module in layers:
         why = _why_not(name, module, filter, module in heads and not chosen.head)
         if why is None:

@@ -12,9 +12,19 @@ import torch
 from torch import Tensor
 
 from warpsmith._core import checks, dtensor
-from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, is_batched, raw, register_fake
+from warpsmith._core.library import (
+    Gradients,
+    Saved,
+    Wants,
+    _without_wrapper,
+    call_raw,
+    differentiable,
+    is_batched,
+    raw,
+    register_fake,
+)
 from warpsmith.ops._quantize import FLOATS, check_dtype
-from warpsmith.ops._shared_casts import fake_rows, leave_cast
+from warpsmith.ops._shared_casts import Source, fake_rows, leave_cast
 
 
 def gelu(x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
@@ -221,7 +231,13 @@ def gated(name: str, function: WithDerivative) -> Callable[..., Tensor]:
             return y, *fake_rows(y)
 
         register_fake(name + "_fp8", fake_fp8)
-        leave_cast(name, build)
+        raw_cast = _without_wrapper(getattr(raw, name + "_fp8").default)
+
+        def cast(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            _, data, scale, _ = call_raw(raw_cast, gate, up, False)
+            return data, scale
+
+        leave_cast(name, build, lambda inputs, _: Source(cast, *(t for t in inputs[:2] if t is not None), in_all=True))
 
     def checked(gate: Tensor, up: Tensor | None, inplace_backward: bool, *extra: Any) -> Tensor:
         if inplace_backward is not False:

@@ -123,9 +123,9 @@ class Fp8Recipe:
 class Fp8State:
     """What a layer keeps on its device: scales that are known before a step (None: computed), the largest magnitudes
     since the last step, and how many elements were saturated and not finite, of x and of the gradient. ``recomputes``:
-    the backward makes the bytes of x again where what they are made of is kept anyway."""
+    the backward makes the bytes of x again where what they are made of is kept anyway; "all": of SwiGLU's too."""
 
-    def __init__(self, device: torch.device, recomputes: bool = False) -> None:
+    def __init__(self, device: torch.device, recomputes: bool | str = False) -> None:
         self.recomputes = recomputes
         self.x_scale: Tensor | None = None
         self.dy_scale: Tensor | None = None
@@ -677,7 +677,9 @@ class _Eager(torch.autograd.Function):
         y, data, scale, source = _forward(x, weight, bias, recipe, state, options, stream, True, True)
         # The totals as they are now: a layer that is moved gets others.
         totals, dy_scale = (None, None) if state is None else (state.totals(), state.dy_scale)
-        made_of = source.tensors() if source is not None and state is not None and state.recomputes else ()
+        recomputes, made_of = state is not None and state.recomputes, ()
+        if source is not None and (recomputes == "all" or recomputes and not source.in_all):
+            made_of = source.tensors()
         ctx.call = recipe, totals, options, source if made_of else None
         if not weight.requires_grad:
             ctx.save_for_backward(None, weight, bias, None, None, dy_scale)

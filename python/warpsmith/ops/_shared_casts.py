@@ -26,10 +26,10 @@ def place_of(t: Tensor) -> int | None:
 
 class Source:
     """How the bytes of x are made once more in a backward, of tensors that others keep for theirs: so layers of x keep
-    none. Itself it keeps nothing alive."""
+    none. Itself it keeps nothing alive. ``in_all``: only for layers that make all again."""
 
-    def __init__(self, cast: Callable[..., Any], *tensors: Tensor) -> None:
-        self.cast, self._of = cast, tuple(map(weakref.ref, tensors))
+    def __init__(self, cast: Callable[..., Any], *tensors: Tensor, in_all: bool = False) -> None:
+        self.cast, self.in_all, self._of = cast, in_all, tuple(map(weakref.ref, tensors))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What a layer keeps for :meth:`cast`, which gives bytes and scale; () where it is no longer there."""

@@ -115,6 +115,7 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
     int skip = Base::kNothing;  // `finished` holds nothing yet
     for (;;) {
       multiply_block(acc[1], 1, ring.stage, false);
+      place_now(share.unit);  // the scales of its rows arrive while it is summed
       int previous = ring.stage;
       ring.next();
       this->store_step(skip);
@@ -129,7 +130,6 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
         this->store_step(skip + block);
       }
       for (int part = p.blocks; skip + part < kSteps; ++part) this->store_step(skip + part);  // of a short sum
-      place_now(share.unit);
       device::wgmma_wait<1>();
       device::hold(acc[0]);
       finish_block(0);
