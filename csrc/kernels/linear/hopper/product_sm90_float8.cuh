@@ -115,10 +115,10 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
     int skip = Base::kNothing;  // `finished` holds nothing yet
     for (;;) {
       multiply_block(acc[1], 1, ring.stage, false);
-      place_now(share.unit);  // the scales of its rows arrive while it is summed
       int previous = ring.stage;
       ring.next();
       this->store_step(skip);
+      place_now(share.unit);  // the scales of its rows arrive while it is summed
       for (int block = 1; block < p.blocks; ++block) {
         device::mbarrier_wait(shared.full + ring.stage, ring.parity);
         multiply_block(acc[0], 0, ring.stage, true);
