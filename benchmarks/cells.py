@@ -159,11 +159,12 @@ def peak_mb(step, leaves):
 
 
 def peak_rows(rows, steps, leaves_of):
-    """Rows "peak memory" of those contenders of a cell that have a time. ``leaves_of(contender)`` gets gradients."""
+    """Rows "peak memory" of those contenders of a cell that have a step and a time. ``leaves_of(contender)`` gets
+    gradients."""
     return [
         Row(row.op, row.shape, row.dtype, "peak memory", name, peak_mb(steps[name], leaves_of(name)), "MB")
         for row in rows
-        if row.value is not None and (name := row.contender)
+        if row.value is not None and (name := row.contender) in steps
     ]
 
 
