@@ -175,7 +175,8 @@ def time_cells(op, cell, shapes, options, counted=1):
     for shape in shapes:
         contenders, inputs, elements = cell(shape)
         unit = sum(t.nbytes for t in inputs[:counted])
-        floor = {direction: n * unit for direction, n in elements.items()}
+        assert max(elements.values()) < 32, "elements for each of the inputs, no bytes"
+        floor = {direction: round(n * unit) for direction, n in elements.items()}
         rows += time_forward_backward(op, contenders, inputs, floor, rounds=options.samples)
     return rows
 
