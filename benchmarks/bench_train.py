@@ -44,7 +44,7 @@ def rows_of_runs(cell, runs, batches, device, options, budget_s):
     steps = {name: lambda i, one=one: one.step(batches[i]) for name, one in runs.items()}
     rows = time_steps(cell, steps, len(batches), options, budget_s)
     if device == "cuda":
-        asking = {name: one for name, one in runs.items() if not isinstance(one.step, CapturedStep)}  # a graph asks none
+        asking = {name: one for name, one in runs.items() if not isinstance(one.step, CapturedStep)}  # graphs ask none
         first = {name: functools.partial(one.step, batches[0]) for name, one in asking.items()}
         rows += peak_rows(rows, first, lambda name: runs[name].model.parameters())
     return rows
