@@ -3,9 +3,10 @@
     quantize_fp8          rows, a given tensor scale, blocks ("forward", and named so)
     cast_transpose_dbias  bytes, transposed bytes and column sums of a gradient, by a given scale: a power of two, as
                           recipes have it, and any other
+    swiglu_fp8            silu(gate) * up, and the cast of its rows, as a producer in front of an 8-bit layer
     dequantize_fp8        back to the dtype
 
-The yardstick is a copy of the floor's bytes: x read once, each kind of bytes written once.
+The yardstick is a copy of the floor's bytes: what is given read once, each kind of bytes written once.
 """
 
 import functools
@@ -82,6 +83,20 @@ def cast_transpose_dbias(device, options):
     return rows
 
 
+def swiglu(device, options):
+    rows, raw = [], torch.ops.warpsmith.swiglu_fp8.default
+
+    def plain(gate, up):
+        y = torch.nn.functional.silu(gate) * up
+        return y, plain_rows(y)
+
+    for gate in inputs(device, options):
+        up, floor = torch.randn_like(gate), 3 * gate.nbytes + gate.numel()
+        ours = functools.partial(raw, inplace_backward=False)
+        rows += timed_call("swiglu_fp8", "forward", gate, ours, plain, (gate, up), floor, device, options)
+    return rows
+
+
 def dequantize(device, options):
     rows = []
     for x in inputs(device, options):
@@ -96,4 +111,9 @@ def dequantize(device, options):
     return rows
 
 
-OPS = {"quantize_fp8": quantize, "cast_transpose_dbias": cast_transpose_dbias, "dequantize_fp8": dequantize}
+OPS = {
+    "quantize_fp8": quantize,
+    "cast_transpose_dbias": cast_transpose_dbias,
+    "swiglu_fp8": swiglu,
+    "dequantize_fp8": dequantize,
+}
