@@ -170,8 +170,8 @@ HARD_ROWS = {
 
 # Kernels sum such rows of float32 about that element, and y is off by up to 5.8 times the bound.
 OPEN = ("a first element far from the others", FP32)
-# On the CPU the row's variance is off by 10 ulp: y by 1.8 times the bound, the weight's gradient by 3. Each of 64 squares
-# that a lane adds to the outlier's, 5.9 to 1e8, is rounded up to 8: a lane's sums over fewer columns would help.
+# On the CPU the row's variance is off by 10 ulp: y by 1.8 times the bound, the weight's gradient by 3. Each of 64
+# squares that a lane adds to the outlier's, 5.9 to 1e8, is rounded up to 8: sums over fewer columns would help.
 OPEN_ON_CPU = ("one outlier", FP32, 4104)
 
 
