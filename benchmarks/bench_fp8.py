@@ -178,6 +178,7 @@ def llama(device, options):
             makers |= {who: functools.partial(Fp8Run, recipe=RECIPES[name]) for who, name in names.items()}
             by_rows = functools.partial(Fp8Run, recipe=RECIPES["row"])
             makers[f"{OURS}, no recompute"] = functools.partial(by_rows, recompute=False)
+            makers[f"{OURS}, recompute all"] = functools.partial(by_rows, recompute="all")
             makers[f"{OURS}, fp8_weights"] = functools.partial(by_rows, fp8_weights=True)
             runs = {who: make(copy.deepcopy(model)) for who, make in makers.items()} if options.samples else {}
             cell = cell_of("llama_fp8", shape, next(model.parameters()))

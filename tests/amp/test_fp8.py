@@ -199,7 +199,7 @@ def test_bad_input():
     for words, call in {
         "fp8: model: expected a torch.nn.Module, got 3": lambda: fp8(3),
         "fp8: recipe: expected an Fp8Recipe or one of": lambda: fp8(small(), "rows"),
-        "fp8: recompute: expected True, False or 'all', got 'some'": lambda: fp8(small(), recompute="some"),
+        "fp8: recompute: expected one of True, False, all, got some": lambda: fp8(small(), recompute="some"),
         "fp8_state: model: expected one that warpsmith.amp.fp8 has converted, got Seq": lambda: fp8_state(small()),
         "load_fp8_state: state: expected what fp8_state returned, got {}": lambda: load_fp8_state(model, {}),
     }.items():

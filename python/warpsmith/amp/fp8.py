@@ -280,10 +280,7 @@ def fp8(
     if filter is not None and not callable(filter):
         checks.refuse_type(_OP, "filter", "a function of name and module, or None", filter)
     checks.flags(_OP, emulate=emulate)
-    if not isinstance(recompute, str):
-        checks.flags(_OP, recompute=recompute)
-    elif recompute != "all":
-        checks.refuse(_OP, "recompute", "True, False or 'all'", repr(recompute))
+    checks.one_of(_OP, "recompute", recompute, (True, False, "all"))
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     device = next((m.weight.device for _, m in layers), torch.device("cpu"))
     if isinstance(recipe, str) and recipe == "auto":
@@ -300,7 +297,7 @@ def fp8(
         head, embedding = next(iter(tied.items()))
         name = next(n for n, m in layers if m is head)
         checks.refuse(_OP, "recipe", f"head=False: the weight of {name} is that of {embedding}", "head=True")
-    done = Fp8Layers(chosen, bool(emulate), group, "all" if recompute == "all" else bool(recompute))
+    done = Fp8Layers(chosen, bool(emulate), group, recompute)
     for name, module in layers:
         why = _why_not(name, module, filter, module in heads and not chosen.head)
         if why is None:
