@@ -122,9 +122,9 @@ def products_of(device, m, k, n):
     """{direction: a product of bytes that are there, and the bare product}."""
     x, weight = (t.detach() for t in leaves(device, (m, k), (n, k)))
     forward, found = torch.ops.warpsmith.scaled_linear_inference, {}
-    for scaling in ("row", "tensor"):
-        x8, w8 = (warpsmith.quantize_fp8(t, scaling) for t in (x, weight))
-        for accumulate in ("fast", "float32"):
+    for scaling, of_weight in (("row", "row"), ("tensor", "tensor"), ("block", "block2d")):
+        x8, w8 = warpsmith.quantize_fp8(x, scaling), warpsmith.quantize_fp8(weight, of_weight)
+        for accumulate in ("fast", "float32")[scaling == "block" :]:
             given = x, weight, None, w8.data, w8.scale, None, x8.data, x8.scale
             call = functools.partial(forward, *given, Fp8Recipe(scaling, accumulate=accumulate).options)
             found[f"{scaling}, {accumulate}"] = call, functools.partial(torch.mm, x, weight.t())

@@ -3,6 +3,8 @@
 resnet50: torchvision's, where it is installed, else transformers', batch 256 of random 224 x 224 images, torch's fused
 SGD. unet: 83 M parameters, 16 x 4 x 64 x 64, torch's fused AdamW. Patched by this package, "warpsmith, captured" also
 as one CUDA graph (CapturedStep), "warpsmith, compiled" also under torch.compile; as it is; and under torch.compile.
+"warpsmith, 16 bits": bfloat16 weights beside float32 norms in place of autocast; this package's optimizer keeps the
+other 16 bits of each weight (precision="remainder").
 """
 
 import copy
@@ -12,6 +14,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
+from warpsmith import optim
 from warpsmith.integrations.vision import patch
 from warpsmith.testing.rows import OURS
 from warpsmith.train import CapturedStep
@@ -40,23 +43,42 @@ class Run:
     def step(self, batch):
         *inputs, target = batch
         with torch.autocast(target.device.type, torch.bfloat16, enabled=target.is_cuda):
-            loss = self.criterion(self.called(*inputs), target)
+            loss = self.criterion(self.called(*inputs).float(), target)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
 
-class Captured(Run):
-    """Refuses where no graph came of it."""
+class SixteenBits(Run):
+    """A step without autocast."""
 
-    def __init__(self, *given, batch, **options):
-        super().__init__(*given, **options)
+    def __init__(self, model, loss, optimizer):
+        model.to(torch.bfloat16)
+        for module in model.modules():
+            if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm)):
+                module.float()
+        super().__init__(model, loss, functools.partial(optimizer, precision="remainder"), patched=True)
+
+    def step(self, batch):
+        *inputs, target = batch
+        loss = self.criterion(self.called(*(t.bfloat16() for t in inputs)).float(), target)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+class Captured:
+    """A run whose step is one CUDA graph. Refuses where no graph came of it."""
+
+    def __init__(self, run, batch):
+        self.model, self.optimizer = run.model, run.optimizer
         for group in self.optimizer.param_groups:  # torch's AdamW asks for it in a graph
             group.update({"capturable": True} if "capturable" in group else {})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the reason is raised below
-            captured = CapturedStep(super().step, state=[self.model, self.optimizer])
+            captured = CapturedStep(run.step, state=[self.model, self.optimizer])
             for _ in range(FIRST_STEPS):
                 captured(batch)
         if captured.fallback_reason is not None:
@@ -64,28 +86,31 @@ class Captured(Run):
         self.step = captured
 
 
-def runs_of(model, loss, optimizer, batch, device, options):
-    """{contender: Run}."""
-    makers = {OURS: functools.partial(Run, patched=True), "torch": Run} if options.samples else {}
+def runs_of(model, loss, torchs, ours, batch, device, options):
+    """{contender: Run}. ``torchs``, ``ours``: optimizers of parameters."""
+    patched, bits = functools.partial(Run, optimizer=torchs, patched=True), f"{OURS}, 16 bits"
+    makers = {OURS: patched, "torch": functools.partial(Run, optimizer=torchs)} if options.samples else {}
     if options.samples and device == "cuda":
-        makers[f"{OURS}, captured"] = functools.partial(Captured, patched=True, batch=batch)
+        makers[bits] = functools.partial(SixteenBits, optimizer=ours)
+        for name in (OURS, bits):
+            makers[f"{name}, captured"] = lambda *given, make=makers[name]: Captured(make(*given), batch)
     if options.compile and not options.quick and device == "cuda":
-        makers["torch.compile"] = functools.partial(Run, compile=True)
-        makers[f"{OURS}, compiled"] = functools.partial(Run, patched=True, compile=True)
+        makers["torch.compile"] = functools.partial(Run, optimizer=torchs, compile=True)
+        makers[f"{OURS}, compiled"] = functools.partial(patched, compile=True)
     runs = {}
     for name, make in makers.items():
         with rivals.optional():
-            runs[name] = make(copy.deepcopy(model), loss, optimizer)
+            runs[name] = make(copy.deepcopy(model), loss)
     return runs
 
 
-def steps_of(name, shape, model, loss, optimizer, draw, device, options):
+def steps_of(name, shape, model, loss, optimizers, draw, device, options):
     torch.manual_seed(0)
     model = model.to(device, **LAST).train()
     batches = [draw() for _ in range(1 if options.quick else IN_A_ROW[device])]
     before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
     try:
-        runs = runs_of(model, loss, optimizer, batches[0], device, options)
+        runs = runs_of(model, loss, *optimizers, batches[0], device, options)
         cell = (name, "x".join(map(str, shape)), "bfloat16" if device == "cuda" else "float32")
         return rows_of_runs(cell, runs, batches, device, options, BUDGET_S[device])
     finally:
@@ -114,7 +139,8 @@ def resnet50(tiny):
 
 def run_resnet(device, options):
     shapes = options.shapes(device, [(256, 3, 224, 224)], [(4, 3, 64, 64)], (2, 3, 32, 32))
-    optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-4, fused=True)
+    given = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+    optimizers = functools.partial(torch.optim.SGD, fused=True, **given), functools.partial(optim.SGD, **given)
     rows = []
     for shape in shapes:
 
@@ -122,7 +148,7 @@ def run_resnet(device, options):
             return torch.randn(shape, device=device).to(**LAST), torch.randint(1000, shape[:1], device=device)
 
         model = resnet50(tiny=options.quick)
-        rows += steps_of("resnet50", shape, model, F.cross_entropy, optimizer, draw, device, options)
+        rows += steps_of("resnet50", shape, model, F.cross_entropy, optimizers, draw, device, options)
     return rows
 
 
@@ -183,7 +209,7 @@ class UNet(nn.Module):
 
 def run_unet(device, options):
     rows = []
-    optimizer = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
+    optimizers = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True), functools.partial(optim.AdamW, lr=1e-4)
     for shape in options.shapes(device, [(16, 4, 64, 64)], [(1, 4, 16, 16)], (1, 4, 8, 8)):
 
         def draw(shape=shape):
@@ -191,9 +217,7 @@ def run_unet(device, options):
             return x, torch.randn(shape[0], 128, device=device), y
 
         model = UNet(192 if device == "cuda" and not options.quick else 32)
-        rows += steps_of(
-            "unet", shape, model, lambda out, y: F.mse_loss(out.float(), y), optimizer, draw, device, options
-        )
+        rows += steps_of("unet", shape, model, F.mse_loss, optimizers, draw, device, options)
     return rows
 
 

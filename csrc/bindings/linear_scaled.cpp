@@ -15,10 +15,10 @@ aoti_torch_cuda__scaled_mm_out(AtenTensorHandle out, AtenTensorHandle self, Aten
                                AtenTensorHandle* scale_result, int32_t* out_dtype, int32_t use_fast_accum);
 #endif
 
-// scaled_linear: a linear layer whose products are of 8-bit floats. The casts are the quantize family's, the products
-// are cuBLASLt's, by plans that are kept; of blocks, and without it, by torch's _scaled_mm; our own, where
-// WARPSMITH_OWN_PRODUCT=1 asks for them, on the CPU with the bits of a card; or, emulated, what they mean: dequantized
-// values multiplied in float32.
+// scaled_linear: a linear layer whose products are of 8-bit floats. The casts are the quantize family's. The products
+// are our own, where they were measured to pay or WARPSMITH_OWN_PRODUCT=1 asks for them, on the CPU with the bits of a
+// card; else cuBLASLt's, by plans that are kept; of blocks, and without it, torch's _scaled_mm; or, emulated, what they
+// mean: dequantized values multiplied in float32.
 //
 // Scales of rows and of tensors take one cast of x and one of the weight: the products of the gradients read the same
 // bytes, transposed. A row's scale then lies along the sum. It is absorbed: the gradient is multiplied by it before it
@@ -180,7 +180,7 @@ void multiply_emulated(const char* op, const Operand& a, const Operand& b, const
 bool multiply_by_own(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,
                      const ScaledOptions& options) {
   const bool on_cpu = !runs_kernels(out);
-  if (options.activations == Fp8Scaling::block || (!on_cpu && !may_be_own(out))) return false;
+  if (!on_cpu && !may_be_own(out)) return false;
   const auto values = [](const OptionalTensor& scale) {
     return scale ? static_cast<const float*>(scale->const_data_ptr()) : nullptr;
   };
@@ -195,7 +195,15 @@ bool multiply_by_own(const char* op, const Operand& a, const Operand& b, const O
   p.factors = a.data.scalar_type() == kE4m3 ? ProductFactors::e4m3 : ProductFactors::e5m2;
   p.a_scale = values(a.scale);
   p.b_scale = values(b.scale);
-  p.scales_of_rows = options.activations == Fp8Scaling::row;
+  OptionalTensor turned;
+  if (options.activations == Fp8Scaling::block) {  // of a 128 terms of rows, of b also squares
+    p.scales = ProductScales::blocks;
+    p.b_squares = b.scale->size(0) != b.data.size(0);
+    if (!p.b_squares) turned = as_contiguous(transposed(*b.scale), op);
+    if (turned) p.b_scale = values(turned);
+  } else if (options.activations == Fp8Scaling::row) {
+    p.scales = ProductScales::rows;
+  }
   p.promotes = !accumulates_fast(options.accumulate, terms, false);
   if (on_cpu) {
     if (size_bytes(p.dtype) != 2) return false;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 
 #include "common/alignment.h"
 #include "common/float8_host.h"
@@ -12,7 +13,7 @@ namespace warpsmith {
 namespace {
 
 constexpr int kRows = 32, kColumns = kFloat8Columns;  // of a tile: what is decoded serves so many
-constexpr int64_t kPromotedTerms = 128;               // of a stage, whose sums are added in float32
+constexpr int64_t kPromotedTerms = 128;               // of a stage, whose sums are added in float32; of a block's scale
 
 // What the 256 bytes mean, and the powers of two at their exponents.
 struct Meaning {
@@ -54,7 +55,12 @@ void multiply_tile(const ProductParams& p, const Meaning& of_a, const Meaning& o
              *b = static_cast<const uint8_t*>(p.b) + column * 2 * p.b_stride;
   float sums[kRows][kColumns] = {}, parts[kRows][kColumns] = {};
   Terms left, right;
-  const int64_t terms = 2 * p.inner;
+  const int64_t terms = 2 * p.inner, blocks = ceil_div(terms, kPromotedTerms);
+  const bool scaled = p.scales == ProductScales::blocks, adds = scaled || p.promotes;
+  const auto block_scale = [&](int i, int c, int64_t block) {
+    const float of_a = p.a_scale[(row + i) * blocks + block];
+    return of_a * p.b_scale[p.b_squares ? (column + c) / kPromotedTerms * blocks + block : block * p.columns + column + c];
+  };
   for (int64_t k = 0; k < terms; k += kFloat8Terms) {
     const int here = static_cast<int>(std::min<int64_t>(kFloat8Terms, terms - k));
     left.read(of_a, a + k, 2 * p.a_stride, rows, here, kFloat8Terms, 1);
@@ -62,21 +68,23 @@ void multiply_tile(const ProductParams& p, const Meaning& of_a, const Meaning& o
     for (int i = 0; i < rows; ++i)
       add_float8_products(parts[i], left.value + i * kFloat8Terms, left.power + i * kFloat8Terms, right.value,
                           right.power, kColumns);
-    if (!p.promotes || ((k + kFloat8Terms) % kPromotedTerms != 0 && k + kFloat8Terms < terms)) continue;
+    if (!adds || ((k + kFloat8Terms) % kPromotedTerms != 0 && k + kFloat8Terms < terms)) continue;
     for (int i = 0; i < rows; ++i)
-      for (int c = 0; c < kColumns; ++c) {
-        sums[i][c] += parts[i][c];
+      for (int c = 0; c < columns; ++c) {
+        sums[i][c] = scaled ? std::fma(parts[i][c], block_scale(i, c, k / kPromotedTerms), sums[i][c])
+                            : sums[i][c] + parts[i][c];
         parts[i][c] = 0;
       }
   }
   const T* bias = static_cast<const T*>(p.bias);
   for (int i = 0; i < rows; ++i) {
-    float of_row = p.a_scale ? p.a_scale[p.scales_of_rows ? row + i : 0] : 1.0f;
-    if (!p.scales_of_rows && p.b_scale) of_row *= p.b_scale[0];
+    const bool by_rows = p.scales == ProductScales::rows;
+    float of_row = p.a_scale && !scaled ? p.a_scale[by_rows ? row + i : 0] : 1.0f;
+    if (p.scales == ProductScales::one && p.b_scale) of_row *= p.b_scale[0];
     T* out = static_cast<T*>(p.out) + (row + i) * p.columns + column;
     for (int c = 0; c < columns; ++c) {
-      float sum = p.promotes ? sums[i][c] : parts[i][c];
-      if (p.scales_of_rows && p.b_scale) sum *= p.b_scale[column + c];
+      float sum = adds ? sums[i][c] : parts[i][c];
+      if (by_rows && p.b_scale) sum *= p.b_scale[column + c];
       sum *= of_row;
       if (bias) sum += to_float(bias[column + c]);
       out[c] = from_float<T>(sum);

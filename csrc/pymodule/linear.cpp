@@ -98,12 +98,12 @@ py::dict plan_scaled(const py::kwargs& given) {
   own.sm90a_code = capability == 90;
   own.factors = ProductFactors::e4m3;
   own.promotes = !accumulates_fast(how, in, false);
-  own.scales_of_rows = scaling == 0;
+  own.scales = scaling == 0 ? ProductScales::rows : scaling == 1 ? ProductScales::one : ProductScales::blocks;
   problem.refuse_unknown();
 
   const bool blocks = scaling == 2, runs = scaling == 1 ? capability >= 89 : capability == 90;
   const ProductPlan product = choose_product(own);
-  const bool is_own = product.kernel && !emulate && !blocks;
+  const bool is_own = product.kernel && !emulate;
   py::dict d = is_own ? described(product) : py::dict();
   if (!is_own) d["path"] = emulate ? "float32" : runs ? "_scaled_mm" : "none";
   const std::pair<const char*, int64_t> terms[] = {{"forward", in}, {"dgrad", out}, {"wgrad", rows}};

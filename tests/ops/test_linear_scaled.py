@@ -1,6 +1,7 @@
 """scaled_linear under the law; then the signal that is left, casts that are kept, and what a recipe refuses."""
 
 import hashlib
+import itertools
 import os
 from dataclasses import replace
 
@@ -107,12 +108,13 @@ TestScaledLinear = op_tests(SPEC)
 # in float32, which our scaled sums never hold.
 OWN_CASES = [
     *(Case((6, 32), dtype, options={"power_of_two": False}) for dtype in (BF16, FP16)),
-    *(Case((6, 32), dtype, options=r) for dtype in (BF16, FP16) for r in RECIPES if r.get("scaling") != "block"),
+    *(Case((6, 32), dtype, options=r) for dtype in (BF16, FP16) for r in RECIPES),
     *(Case((m, 144), BF16, options={**r, "out": 272}) for m in (1, 15, 129, 300) for r in RECIPES[:2]),
     *(Case((20, k), BF16, options={"out": 16, "bias": False, "accumulate": a}) for k in (16, 112, 128, 528, 2064)
       for a in ("fast", "float32")),
     *(Case((130, 400), dtype, options={"out": 208, "accumulate": "float32", "scaling": s, "grad_dtype": "e5m2"})
-      for dtype in (BF16, FP16) for s in ("row", "tensor")),
+      for dtype in (BF16, FP16) for s in ("row", "tensor", "block")),
+    *(Case((m, k), BF16, options={"out": out, "scaling": "block"}) for m, k, out in ((300, 144, 272), (20, 2064, 16))),
     Case((2, 3, 64), BF16, dtypes={"bias": FP32}),
     Case((5, 16400), BF16, options={"out": 16}),  # too many terms for fast sums
     # The library's, whose sums are not in float32 on a card: of the sim alone.
@@ -134,12 +136,14 @@ def own_reference(x, weight, bias, accumulate, **options):
 
 OWN_SPEC = replace(SPEC, op=own_op, reference=own_reference, inputs=own_inputs, cases=OWN_CASES, bad_inputs=(),
                    random_cases=50)  # fmt: skip
+SUMS = [*itertools.product(("fast", "float32"), ("row", "tensor")), ("float32", "block")]
 # Of results and gradients, by accumulate and scaling; the same of the CPU, the simulated kernels and a card.
 BITS = {
     ("e4m3", "fast", "row"): "43b88ee93ed2", ("e4m3", "fast", "tensor"): "ab89442fb95e",
     ("e4m3", "float32", "row"): "9618700107b4", ("e4m3", "float32", "tensor"): "8913417b54bb",
     ("e5m2", "fast", "row"): "a07c4e1b679b", ("e5m2", "fast", "tensor"): "1e5d4fd17ab4",
     ("e5m2", "float32", "row"): "22392e6d74e3", ("e5m2", "float32", "tensor"): "38c3a3e7bcb4",
+    ("e4m3", "float32", "block"): "afb0542859a5", ("e5m2", "float32", "block"): "c3c16a1026f0",
 }  # fmt: skip
 
 
@@ -169,8 +173,7 @@ class TestByOwnProducts(op_tests(OWN_SPEC)):
         OPS._own_product(os.environ.get("WARPSMITH_OWN_PRODUCT", "auto"))
 
     @pytest.mark.parametrize("device", OWN_DEVICES)
-    @pytest.mark.parametrize("scaling", ["row", "tensor"])
-    @pytest.mark.parametrize("accumulate", ["fast", "float32"])
+    @pytest.mark.parametrize("accumulate, scaling", SUMS)
     def test_rows_do_not_change_bits(self, accumulate, scaling, device):
         """The order of a sum depends on its length alone. Each product of a layer is one of ours."""
         g = torch.Generator().manual_seed(1)
@@ -192,8 +195,7 @@ class TestByOwnProducts(op_tests(OWN_SPEC)):
         assert OPS._own_product("1") == before + 8
 
     @pytest.mark.parametrize("device", OWN_DEVICES)
-    @pytest.mark.parametrize("scaling", ["row", "tensor"])
-    @pytest.mark.parametrize("accumulate", ["fast", "float32"])
+    @pytest.mark.parametrize("accumulate, scaling", SUMS)
     @pytest.mark.parametrize("grad_dtype", ["e4m3", "e5m2"])
     def test_every_device_has_the_bits_of_a_card(self, grad_dtype, accumulate, scaling, device):
         """Also of outliers, of values whose bytes are subnormal or 0, of ties, and of what is not finite."""

@@ -50,8 +50,8 @@ template <class T> struct Problem {
         wide(elements(m, n)),
         partials(elements(partial_rows(m), n)),
         column_sums(elements(1, n)),
-        a_scale(elements(1, m)),
-        b_scale(elements(1, n)) {
+        a_scale(elements(which.blocks() ? (k + 63) / 64 : 1, m)),
+        b_scale(elements(which.blocks() ? (k + 63) / 64 : 1, n)) {
     Random random(7);
     for (Buffer<T>* x : {&a, &b, &bias, &z, &up, &up_bias})
       for (size_t i = 0; i < x->size(); ++i) (*x)[i] = from_float<T>(static_cast<float>(random.bits() % 3) - 1.0f);
@@ -70,7 +70,7 @@ template <class T> struct Problem {
     if (kernel.float8()) take_float8(random, other, gap == 0);
     if (e == Epilogue::derivative && other) p.partials = partials.data(), p.column_sums = column_sums.data();
   }
-  // Bytes of -1, 0 and 1, in pairs; scales that are powers of two.
+  // Bytes of -1, 0 and 1, in pairs; scales that are powers of two, of rows (blocks: of squares of b) or not.
   void take_float8(Random& random, bool by_rows, bool both) {
     const auto fill = [&](Buffer<T>& x, unsigned one) {
       const auto code = [&] { return random.coin() ? one | random.bits() % 2 << 7 : 0; };
@@ -80,15 +80,19 @@ template <class T> struct Problem {
     fill(b, 0x38);
     for (Buffer<float>* x : {&a_scale, &b_scale})
       for (size_t i = 0; i < x->size(); ++i) (*x)[i] = static_cast<float>(1 << random.bits() % 3);
-    p.factors = kernel.factors, p.scales_of_rows = by_rows;
+    p.factors = kernel.factors;
+    p.scales = kernel.blocks() ? ProductScales::blocks : by_rows ? ProductScales::rows : ProductScales::one;
+    p.b_squares = kernel.blocks() && by_rows;
     p.a_scale = a_scale.data();
-    if (both) p.b_scale = b_scale.data();
+    if (both || kernel.blocks()) p.b_scale = b_scale.data();
   }
-  double scale(int64_t i, int64_t j) const {
-    const auto of = [&](const float* x, int64_t at) {
-      return x ? static_cast<double>(x[p.scales_of_rows ? at : 0]) : 1;
-    };
-    return of(p.a_scale, i) * of(p.b_scale, j);
+  double scale(int64_t i, int64_t j, int64_t k) const {
+    const int64_t block = k / 64, blocks = (p.inner + 63) / 64;
+    const bool one = p.scales == ProductScales::one;
+    const auto of = [](const float* x, int64_t at) { return x ? static_cast<double>(x[at]) : 1; };
+    if (!kernel.blocks()) return of(p.a_scale, one ? 0 : i) * of(p.b_scale, one ? 0 : j);
+    return of(p.a_scale, i * blocks + block) *
+           of(p.b_scale, p.b_squares ? j / 128 * blocks + block : block * p.columns + j);
   }
   double term(int64_t i, int64_t j) const {
     if (!kernel.float8()) return at(a, i) * at(b, j);
@@ -106,8 +110,9 @@ template <class T> struct Problem {
   double sum(int64_t i, int64_t j) const {
     double s = 0;
     for (int64_t l = 0; l < p.inner; ++l)
-      s += term(a_turned ? l * p.a_stride + i : i * p.a_stride + l, b_turned ? l * p.b_stride + j : j * p.b_stride + l);
-    return s * scale(i, j) + (p.bias ? at(bias, j) : 0);
+      s += term(a_turned ? l * p.a_stride + i : i * p.a_stride + l, b_turned ? l * p.b_stride + j : j * p.b_stride + l) *
+           scale(i, j, l);
+    return s + (p.bias ? at(bias, j) : 0);
   }
   double up_sum(int64_t i, int64_t j) const {
     double s = p.up_bias ? at(up_bias, j) : 0;

@@ -75,10 +75,14 @@ struct ProductParams {
   int64_t batches = 1;        // likewise: matrices of a, b, z and out, so many elements apart
   int64_t a_apart = 0, b_apart = 0, z_apart = 0;
   Dtype dtype = Dtype::bfloat16;
-  // 8-bit floats: a sum is multiplied by both scales before the bias is added.
+  // 8-bit floats: a sum is multiplied by both scales before the bias is added; of `blocks` the sum of 128 terms, by
+  // their product.
   ProductFactors factors = ProductFactors::halves;
-  const float *a_scale = nullptr, *b_scale = nullptr;  // [rows], [columns], or [1] each; null: 1
-  bool scales_of_rows = false;                         // whether there is one a row and one a column
+  // Of `one` [1] each, of `rows` [rows] and [columns]; null: 1. Of `blocks` [rows, inner / 64] and [inner / 64,
+  // columns], or for squares of 128 columns [columns / 128, inner / 64]; quotients rounded up.
+  const float *a_scale = nullptr, *b_scale = nullptr;
+  ProductScales scales = ProductScales::one;
+  bool b_squares = false;
   bool promotes = false;                               // sums of more than 128 terms are made in float32
   // `siblings`: in the place of b, out and bias (nt; columns: the sum of widths), or of a and b (nn; inner: that sum).
   ProductSibling siblings[kMostSiblings] = {};

@@ -39,7 +39,7 @@ bool is_aligned(const ProductParams& p) {
          rows_fit(p.up_z, p.z_stride, p.rows) && rows_on_16_bytes(p.a, p.a_apart, p.batches, p.dtype) &&
          rows_on_16_bytes(p.b, p.b_apart, p.batches, p.dtype) && rows_on_16_bytes(p.z, p.z_apart, p.batches, p.dtype) &&
          rows_on_16_bytes(p.out, p.rows * p.columns, p.batches, p.dtype) && on_16_bytes(p.bias) &&
-         on_16_bytes(p.up_bias) && (!p.scales_of_rows || on_16_bytes(p.b_scale)) &&
+         on_16_bytes(p.up_bias) && (p.scales == ProductScales::one || on_16_bytes(p.b_scale)) &&
          ((!p.bias && !p.up_bias && !p.b_scale && !hands_over(p.epilogue)) || p.columns % 8 == 0);
 }
 
@@ -70,7 +70,7 @@ Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
   problem.batches = p.batches;
   problem.factors = p.factors;
   problem.promotes = p.promotes;
-  problem.scales_of_rows = p.scales_of_rows;
+  problem.scales = p.scales;
   for (int i = 0; i < p.sibling_count; ++i) problem.widths[i] = p.siblings[i].width;
   if (problem.asked != OwnProduct::never) {
     DeviceProperties device;

@@ -33,6 +33,19 @@ enum class ProductFactors : uint8_t {
   e5m2,        // a of float8_e5m2, b of float8_e4m3
 };
 
+// How sums of 8-bit floats are made.
+enum class ProductSums : uint8_t {
+  fast,      // the tensor core adds up all terms
+  promoted,  // what it gives for 128 terms is added in float32
+  blocks,    // likewise, times the scales of these terms
+};
+
+// What has a scale of its own: nothing or each factor; each of its rows; 128 terms of each row, `blocks`.
+enum class ProductScales : uint8_t { one, rows, blocks };
+constexpr ProductSums sums_of(ProductScales scales, bool promotes) {
+  return scales == ProductScales::blocks ? ProductSums::blocks : promotes ? ProductSums::promoted : ProductSums::fast;
+}
+
 // Whether the warps beside the loader compute it, from sums that the consumers hand over.
 constexpr bool hands_over(ProductEpilogue e) {
   return e == ProductEpilogue::activate || e == ProductEpilogue::residual || e == ProductEpilogue::derivative;
@@ -63,11 +76,13 @@ struct ProductKernel {
   ProductEpilogue epilogue;
   bool splits;  // the sums of the last, incomplete wave of tiles, over all clusters
   ProductTile tile;
-  bool promotes = false;  // `float8`: adds what a stage gives to sums outside the tensor core, in float32
+  ProductSums sums = ProductSums::fast;
   // Last and never 0: g++ drops zeros at the end of a name, nvcc does not.
   ProductFactors factors = ProductFactors::halves;
 
   constexpr bool float8() const { return factors != ProductFactors::halves; }
+  constexpr bool promotes() const { return sums != ProductSums::fast; }
+  constexpr bool blocks() const { return sums == ProductSums::blocks; }
   // Whether a finished tile is rounded at once, and stored while the products of the next one run.
   constexpr bool defers() const { return epilogue != ProductEpilogue::wide && tile.accumulators() <= 128; }
   constexpr bool reads() const {
@@ -85,8 +100,8 @@ struct ProductKernel {
   constexpr int panels() const { return tile.rows / 128 * tile.columns / 64; }  // 16 x 64 sums of a consumer's warp
   constexpr int columns() const { return gated() ? tile.columns / 2 : tile.columns; }  // of out in a tile
   constexpr bool takes_bias() const { return layout == ProductLayout::nt && !symmetric(); }
-  // Of a column in shared memory: its bias, behind which lie the scales of all.
-  constexpr int vector_bytes() const { return tile.columns * (float8() ? 6 : 2); }
+  // Of a column in shared memory: its bias, behind which lie the scales of all, if they are those of whole columns.
+  constexpr int vector_bytes() const { return tile.columns * (float8() && !blocks() ? 6 : 2); }
   // Tiles whose vectors lie in shared memory: the second half of an 8-bit tile is scaled under the next one's products.
   constexpr int vectors() const { return float8() && tile.rows == 256 ? 2 : 1; }
   constexpr bool operator==(const ProductKernel&) const = default;
@@ -114,12 +129,14 @@ constexpr ProductKernel kProducts[] = {
     {ProductLayout::tn, ProductEpilogue::wide, false, kLargeTile},
     {ProductLayout::tn, ProductEpilogue::wide, true, kWideTile},
     {ProductLayout::tn, ProductEpilogue::symmetric, false, kWideTile},
-    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, false, ProductFactors::e4m3},
-    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, false, ProductFactors::e5m2},
-    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, true, ProductFactors::e4m3},
-    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, true, ProductFactors::e5m2},
-    {ProductLayout::nt, ProductEpilogue::store, false, kPromotedTile, true, ProductFactors::e4m3},
-    {ProductLayout::nt, ProductEpilogue::store, false, kPromotedTile, true, ProductFactors::e5m2},
+    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, ProductSums::fast, ProductFactors::e4m3},
+    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, ProductSums::fast, ProductFactors::e5m2},
+    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, ProductSums::promoted, ProductFactors::e4m3},
+    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, ProductSums::promoted, ProductFactors::e5m2},
+    {ProductLayout::nt, ProductEpilogue::store, false, kPromotedTile, ProductSums::promoted, ProductFactors::e4m3},
+    {ProductLayout::nt, ProductEpilogue::store, false, kPromotedTile, ProductSums::promoted, ProductFactors::e5m2},
+    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, ProductSums::blocks, ProductFactors::e4m3},
+    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, ProductSums::blocks, ProductFactors::e5m2},
 };
 
 // WARPSMITH_OWN_PRODUCT: where it was measured to pay, wherever it can run ("1"), or not ("0").
@@ -141,7 +158,7 @@ struct ProductProblem {
   int64_t batches = 1;  // of `symmetric`
   ProductFactors factors = ProductFactors::halves;
   bool promotes = false;  // 8-bit floats: sums of more than 128 terms are made in float32
-  bool scales_of_rows = false;
+  ProductScales scales = ProductScales::one;
   // `siblings`: columns (nt) or terms (nn) of each, 0: no more; `columns` or `inner` is their sum.
   int64_t widths[kMostSiblings] = {};
 };
@@ -243,7 +260,8 @@ constexpr const char* product_does_not_pay(const ProductProblem& p) {
 constexpr const char* float8_does_not_pay(const ProductProblem& p) {
   if (p.multiprocessors < 100) return kPartOfACard;
   if (2.0 * double(p.rows) * double(p.columns) * double(p.inner) < kLeastWork) return kTooSmall;
-  return p.scales_of_rows == p.promotes ? nullptr : "the library's product: ours is no faster by such scales and sums";
+  if (p.scales == ProductScales::blocks) return nullptr;
+  return (p.scales == ProductScales::rows) == p.promotes ? nullptr : "the library's product: ours is no faster by such scales and sums";
 }
 
 // Forward and input gradient: 128 x 256 was the best tile or within 0.7 % of it everywhere. The weight gradient has few
@@ -270,13 +288,15 @@ constexpr ProductPlan choose_product(const ProductProblem& p) {
     const auto waves = [&](const ProductTile& t) {
       return ceil_div(product_units(t, p.rows, p.columns), clusters) * t.rows * t.columns;
     };
+    const ProductSums sums = sums_of(p.scales, p.promotes);
     const bool promoted_tile =
-        p.promotes && (p.tile_rows == 128 || (p.tile_rows == 0 && 2 * p.inner >= kLeastForPromotedTile &&
+        sums == ProductSums::promoted && (p.tile_rows == 128 || (p.tile_rows == 0 && 2 * p.inner >= kLeastForPromotedTile &&
                                               waves(kPromotedTile) <= waves(kTallTile)));
     const ProductTile& tile = promoted_tile ? kPromotedTile : kTallTile;
-    return {find_product({p.layout, p.epilogue, false, tile, p.promotes, p.factors}),
-            p.promotes ? "our product: sums of 128 terms are added up in float32"
-                       : "our product: the tensor core adds up all terms"};
+    return {find_product({p.layout, p.epilogue, false, tile, sums, p.factors}),
+            sums == ProductSums::blocks     ? "our product: sums of 128 terms are scaled and added up in float32"
+            : sums == ProductSums::promoted ? "our product: sums of 128 terms are added up in float32"
+                                            : "our product: the tensor core adds up all terms"};
   }
   if (const char* why = p.asked == OwnProduct::automatic ? product_does_not_pay(p) : nullptr) return {nullptr, why};
   for (const ProductKernel& k : kProducts)

@@ -118,7 +118,8 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
         ceil_div(tile.rows * tile.columns / (16 * kWideColumns), std::clamp(p.blocks, 1, kPrefetchStages)));
   p.a_scale = x.a_scale;
   p.b_scale = x.b_scale;
-  p.scales_of_rows = x.scales_of_rows;
+  p.scales = x.scales;
+  p.b_squares = x.b_squares;
   p.to_float16 = x.dtype == Dtype::float16;
   const int64_t all = product_clusters(tile, device.multiprocessors),
                 clusters = kernel.splits ? all : std::min(all, units);

@@ -102,7 +102,14 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Map
       const int biases = kernel.gated()    ? (p.bias != nullptr) + (p.up_bias != nullptr)
                          : kernel.float8() ? (p.bias != nullptr) + (scales != nullptr) * 2
                                            : 1;
-      device::mbarrier_arrive_expect(full, tile.stage_bytes() + biases * bias_bytes);
+      int scale_bytes = 0;  // of the stage's terms
+      if constexpr (kernel.blocks())
+        if (!p.b_squares) scale_bytes = max(0, min(tile.columns, p.columns - at.column)) * 4;
+      device::mbarrier_arrive_expect(full, tile.stage_bytes() + biases * bias_bytes + scale_bytes);
+      if constexpr (kernel.blocks())
+        if (scale_bytes > 0)
+          device::bulk_load(shared.block_scales + ring.stage * tile.columns,
+                            p.b_scale + int64_t{block} * p.columns + at.column, scale_bytes, full);
       load_bias(0, kernel.siblings() ? p.biases[at.batch] : p.bias);
       if constexpr (kernel.gated()) load_bias(1, p.up_bias);
       if constexpr (kernel.float8()) load_bias(1, scales, 2);

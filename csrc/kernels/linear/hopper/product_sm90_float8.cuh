@@ -10,6 +10,7 @@ namespace warpsmith::linear {
 // owns one.
 //   fast:     the tensor core adds up all terms.
 //   promoted: the tensor core adds up the terms of a stage; these sums are added in float32, in ordinary registers.
+//   blocks:   likewise, each times the scales of its row and column for these terms.
 template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16, kernel> {
   using Base = ProductConsumer<bfloat16, kernel>;
   using Base::acc, Base::before, Base::finished, Base::group, Base::lane, Base::now, Base::p, Base::place, Base::ring,
@@ -17,7 +18,7 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
   using Base::kBlocks, Base::kPanels, Base::kPanelWords, Base::kSteps, Base::tile;
   using Factor = std::conditional_t<kernel.factors == ProductFactors::e4m3, float8_e4m3, float8_e5m2>;
   using Block = float[tile.columns / 2];  // the sums of 64 rows
-  static_assert(kernel.defers() && (kBlocks == 2 || (kBlocks == 1 && kernel.promotes)));
+  static_assert(kernel.defers() && (kBlocks == 2 || (kBlocks == 1 && kernel.promotes())));
 
   float scale = 1.0f;             // lane l: of row l % 16 of this warp's rows in block l / 16, or of all rows
   Ring<kernel.vectors()> vector;  // where this tile's bias and scales of columns lie
@@ -25,8 +26,8 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
   __device__ __forceinline__ Float8Consumer(const ProductArguments& arguments, const ProductShared<kernel>& memory,
                                             const ProductMaps& tensors, int begun, int warpgroup)
       : Base(arguments, memory, tensors, begun, warpgroup) {
-    if (!p.scales_of_rows && p.a_scale != nullptr) scale = device::load(p.a_scale);
-    if (!p.scales_of_rows && p.b_scale != nullptr) scale *= device::load(p.b_scale);
+    if (p.scales == ProductScales::one && p.a_scale != nullptr) scale = device::load(p.a_scale);
+    if (p.scales == ProductScales::one && p.b_scale != nullptr) scale *= device::load(p.b_scale);
   }
 
   // The products of a stage, of one block.
@@ -45,9 +46,21 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
   }
   __device__ __forceinline__ void place_now(int unit) {
     Base::place_now(unit);
-    if (!p.scales_of_rows || p.a_scale == nullptr) return;
-    const int row = now.row + lane / 16 * 64 + lane % 16;
+    if (kernel.blocks() || p.scales != ProductScales::rows || p.a_scale == nullptr) return;
+    const int row = own_row();
     scale = row < p.rows ? device::load(p.a_scale + row) : 1.0f;
+  }
+  __device__ __forceinline__ int own_row() const { return now.row + lane / 16 * 64 + lane % 16; }
+  __device__ __forceinline__ float scale_of(int m, int i) const {  // of this lane's row i in block m
+    return __shfl_sync(0xffffffffu, scale, m * 16 + lane / 4 + 8 * i);
+  }
+  // The scales of a stage's terms: of this lane's row, and of squares the one of all columns.
+  __device__ __forceinline__ float load_block_scales(int block) {
+    const int row = own_row();
+    scale = row < p.rows ? device::load(p.a_scale + int64_t{row} * p.blocks + block) : 0.0f;
+    return p.b_squares && now.column < p.columns
+               ? device::load(p.b_scale + int64_t{now.column / tile.columns} * p.blocks + block)
+               : 1.0f;
   }
 
   // Columns' scales first: a gradient's or a large row's would overflow before small weights'.
@@ -82,12 +95,12 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
         for (int j = 0; j < 32; ++j) acc[m][32 * panel + j] *= scales[j / 4].at[j % 2];
       }
     }
-    float of_row[2];
+    if constexpr (!kernel.blocks()) {
+      const float of_row[2] = {scale_of(m, 0), scale_of(m, 1)};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) of_row[i] = __shfl_sync(0xffffffffu, scale, m * 16 + lane / 4 + 8 * i);
-#pragma unroll
-    for (int j = 0; j < tile.columns / 2; ++j)
-      acc[m][j] = __fmul_rn(acc[m][j], of_row[j / 2 % 2]);  // no part of adding the bias
+      for (int j = 0; j < tile.columns / 2; ++j)
+        acc[m][j] = __fmul_rn(acc[m][j], of_row[j / 2 % 2]);  // no part of adding the bias
+    }
     if (p.to_float16)
       round_block<float16>(m, vectors);
     else
@@ -163,20 +176,55 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
       });
     }
   }
+  // acc[m] += part, times the scales of its terms. `square`: of the columns, where they share one.
+  __device__ __forceinline__ void add_scaled(int m, const Block& part, float square, bool first) {
+    const float of_row[2] = {scale_of(m, 0) * square, scale_of(m, 1) * square};
+    const auto add = [&](int i, float by) { acc[m][i] = fmaf(part[i], by, first ? 0.0f : acc[m][i]); };
+    if (p.b_squares) {
+#pragma unroll
+      for (int i = 0; i < tile.columns / 2; ++i) add(i, of_row[i / 2 % 2]);
+      return;
+    }
+    using Two = device::Vector<float, 2>;
+    const float* const scales = shared.block_scales + ring.stage * tile.columns + lane % 4 * 2;
+    constexpr int kTogether = 4;  // loads before their use; of 8 registers spill
+#pragma unroll
+    for (int first_column = 0; first_column < tile.columns; first_column += 8 * kTogether) {
+      Two of_columns[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j)
+        of_columns[j] = device::load(reinterpret_cast<const Two*>(scales + first_column + 8 * j));
+#pragma unroll
+      for (int j = 0; j < 4 * kTogether; ++j)
+        add(first_column / 2 + j, of_row[j / 2 % 2] * of_columns[j / 4].at[j % 2]);
+    }
+  }
   // acc += the products of a stage. A stage's sums of the second block follow those of the first into the same
   // registers. `meanwhile(m)` is called while the products of a block run.
-  template <class Meanwhile> __device__ __forceinline__ void add_stage(bool first, Meanwhile&& meanwhile) {
+  template <class Meanwhile>
+  __device__ __forceinline__ void add_stage(bool first, int block, Meanwhile&& meanwhile) {
     device::mbarrier_wait(shared.full + ring.stage, ring.parity);
+    float square = 1.0f;
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) {
       Block part;
       multiply_block(part, m, ring.stage, false);
       meanwhile(m);
+      if constexpr (kernel.blocks())
+        if (m == 0) square = load_block_scales(block);
       device::wgmma_wait<0>();
-      if (m == kBlocks - 1) this->release(ring.stage);
+      if (m == kBlocks - 1 && !kernel.blocks()) this->release(ring.stage);
       device::hold(part);
+      if constexpr (kernel.blocks()) {
+        add_scaled(m, part, square, first);
+      } else {
 #pragma unroll
-      for (int i = 0; i < tile.columns / 2; ++i) acc[m][i] = (first ? 0.0f : acc[m][i]) + part[i];
+        for (int i = 0; i < tile.columns / 2; ++i) acc[m][i] = (first ? 0.0f : acc[m][i]) + part[i];
+      }
+    }
+    if constexpr (kernel.blocks()) {  // all lanes have read the columns' scales
+      __syncwarp(0xffffffffu);
+      this->release(ring.stage);
     }
     ring.next();
   }
@@ -184,14 +232,15 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
     ProductShares<false> shares(p, place.cluster, place.clusters);
     bool begun = false;
     for (Share share; shares.next(&share);) {
-      add_stage(true, [&](int m) {
+      add_stage(true, 0, [&](int m) {
         if (begun) {
           if (m == 0 && kBlocks == 2) finish_block(kBlocks - 1);
-          store_block(m);
+          if (!kernel.blocks()) store_block(m);
+          if (kernel.blocks() && m == 0) store_block(0), store_block(kBlocks - 1);  // at once: else words are spilled
         }
-        if (m == kBlocks - 1) place_now(share.unit);
+        if (m == (kernel.blocks() ? 0 : kBlocks - 1)) place_now(share.unit);
       });
-      for (int block = 1; block < p.blocks; ++block) add_stage(false, [](int) {});
+      for (int block = 1; block < p.blocks; ++block) add_stage(false, block, [](int) {});
       finish_block(0);
       before = now;
       begun = true;
@@ -204,7 +253,7 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (kernel.promotes)
+    if constexpr (kernel.promotes())
       run_promoted();
     else
       run_fast();

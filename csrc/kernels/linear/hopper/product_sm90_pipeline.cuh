@@ -64,7 +64,8 @@ struct ProductArguments {
   bool add;                        // `wide`: out is added to; `symmetric`: beta z is added
   float alpha, beta;               // of `symmetric`
   const float *a_scale, *b_scale;  // of 8-bit floats, as in ProductParams
-  bool scales_of_rows;
+  ProductScales scales;
+  bool b_squares;
   bool to_float16;  // what 8-bit floats give; else bfloat16
   // Of `siblings`: the first unit along the columns (nt) or stage (nn) of each, INT_MAX where there is none; columns
   // and bias of each, of nt.
@@ -84,7 +85,7 @@ struct ProductArguments {
     return bias != nullptr || (kernel.gated() && up_bias != nullptr) || column_scales<kernel>();
   }
   template <ProductKernel kernel> __device__ __forceinline__ bool column_scales() const {
-    return kernel.float8() && scales_of_rows && b_scale != nullptr;
+    return kernel.float8() && scales == ProductScales::rows && b_scale != nullptr;
   }
 };
 
@@ -92,16 +93,19 @@ struct ProductArguments {
 template <ProductKernel kernel> struct ProductState {
   Mbarrier full[kernel.tile.stages], empty[kernel.tile.stages];
   // Of the panel that a consumer warp hands over (full: one for each panel of a tile), and of z for it.
-  Mbarrier panel_full[kConsumerWarps * kernel.panels()], panel_empty[kConsumerWarps], z_full[kConsumerWarps];
+  static constexpr int kHanding = kernel.computes() ? kConsumerWarps : 1;
+  Mbarrier panel_full[kHanding * kernel.panels()], panel_empty[kHanding], z_full[kHanding];
   Mbarrier bias_empty[kernel.vectors()];
   int begun;  // clusters before this one, where sums are split
   alignas(16) unsigned char bias[kernel.vectors() * kernel.vector_bytes()];
+  alignas(16) float block_scales[kernel.blocks() ? kernel.tile.stages * kernel.tile.columns : 1];  // of a stage's columns
 };
 
 template <ProductKernel kernel> struct ProductShared {
   unsigned char* memory;
   Mbarrier *full, *empty, *panel_full, *panel_empty, *z_full, *bias_empty;
   unsigned char* bias;
+  float* block_scales;
 
   __device__ __forceinline__ ProductShared(unsigned char* dynamic, ProductState<kernel>* s)
       : memory(dynamic),
@@ -111,7 +115,8 @@ template <ProductKernel kernel> struct ProductShared {
         panel_empty(s->panel_empty),
         z_full(s->z_full),
         bias_empty(s->bias_empty),
-        bias(s->bias) {}
+        bias(s->bias),
+        block_scales(s->block_scales) {}
   __device__ __forceinline__ unsigned char* a(int stage) const { return memory + stage * kernel.tile.stage_bytes(); }
   __device__ __forceinline__ unsigned char* b(int stage) const { return a(stage) + kernel.tile.rows * kRowBytes; }
   // Of a consumer warp. Where panels are handed over, the first buffer is for them, and the second one for z.
