@@ -367,7 +367,7 @@ def test_plan():
         few = sizes | {"rows": 50}
         assert warpsmith.plan("scaled_linear", **few, **how)["path"] == "_scaled_mm"
     own = warpsmith.plan("scaled_linear", **sizes, own_product="always")
-    assert (own["path"], own["tile"], own["wgrad"]) == ("own", "256x128", "float32")
+    assert (own["path"], own["tile"], own["wgrad"]) == ("own", "128x256", "float32")
     own = warpsmith.plan("scaled_linear", **sizes, own_product="always", accumulate="float32")
     assert (own["path"], own["tile"], own["forward"]) == ("own", "256x128", "float32")
     long = {**sizes, "in_features": 8192}

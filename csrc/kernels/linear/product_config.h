@@ -129,8 +129,8 @@ constexpr ProductKernel kProducts[] = {
     {ProductLayout::tn, ProductEpilogue::wide, false, kLargeTile},
     {ProductLayout::tn, ProductEpilogue::wide, true, kWideTile},
     {ProductLayout::tn, ProductEpilogue::symmetric, false, kWideTile},
-    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, ProductSums::fast, ProductFactors::e4m3},
-    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, ProductSums::fast, ProductFactors::e5m2},
+    {ProductLayout::nt, ProductEpilogue::store, false, kWideTile, ProductSums::fast, ProductFactors::e4m3},
+    {ProductLayout::nt, ProductEpilogue::store, false, kWideTile, ProductSums::fast, ProductFactors::e5m2},
     {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, ProductSums::promoted, ProductFactors::e4m3},
     {ProductLayout::nt, ProductEpilogue::store, false, kTallTile, ProductSums::promoted, ProductFactors::e5m2},
     {ProductLayout::nt, ProductEpilogue::store, false, kPromotedTile, ProductSums::promoted, ProductFactors::e4m3},
@@ -292,7 +292,7 @@ constexpr ProductPlan choose_product(const ProductProblem& p) {
     const bool promoted_tile =
         sums == ProductSums::promoted && (p.tile_rows == 128 || (p.tile_rows == 0 && 2 * p.inner >= kLeastForPromotedTile &&
                                               waves(kPromotedTile) <= waves(kTallTile)));
-    const ProductTile& tile = promoted_tile ? kPromotedTile : kTallTile;
+    const ProductTile& tile = sums == ProductSums::fast ? kWideTile : promoted_tile ? kPromotedTile : kTallTile;
     return {find_product({p.layout, p.epilogue, false, tile, sums, p.factors}),
             sums == ProductSums::blocks     ? "our product: sums of 128 terms are scaled and added up in float32"
             : sums == ProductSums::promoted ? "our product: sums of 128 terms are added up in float32"

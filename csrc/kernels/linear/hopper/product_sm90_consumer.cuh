@@ -364,6 +364,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       send([&] { send_wide(at, i); });
     }
   }
+  // Reads, under the last products of a tile, what finishing it needs first.
+  __device__ __forceinline__ void open_tile() {}
   __device__ __forceinline__ void round_tile() {
     add_bias();
     if (kernel.symmetric() && p.alpha != 1) {
@@ -456,7 +458,9 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     __syncwarp(0xffffffffu);
   }
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run() { run_as(*this); }
+  // By what `self`, derived from this, makes of products, places and finished tiles.
+  template <class Self> __device__ __forceinline__ void run_as(Self& self) {
     ProductShares<kernel.splits> shares(p, place.cluster, place.clusters);
     int skip = kNothing;  // `finished` holds nothing yet
     int step = kNothing;  // of an epilogue with arithmetic
@@ -473,7 +477,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       int previous = 0;
       for (int block = 0; block < blocks; ++block) {
         device::mbarrier_wait(shared.full + ring.stage, ring.parity);
-        multiply(acc, ring.stage, block > 0);
+        self.multiply(acc, ring.stage, block > 0);
         if constexpr (kOpens) store_steps(step, block);  // with two groups in flight
         device::wgmma_wait<1>();
         if (block > 0) release(previous);
@@ -494,7 +498,10 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       } else {
         for (int part = blocks; skip + part < kSteps; ++part) store_step(skip + part);  // of a short sum
       }
-      if (more) place_now(share.unit);
+      if (more) {
+        self.place_now(share.unit);
+        self.open_tile();
+      }
       device::wgmma_wait<0>();
       if (!more) break;
       release(previous);
@@ -515,7 +522,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         bool last = false;
         if constexpr (kEpilogue == ProductEpilogue::wide) last = shares.ends();
         if constexpr (kernel.splits) last = __shfl_sync(0xffffffffu, last, 0);
-        finish_tile(last);
+        self.finish_tile(last);
       }
       skip = complete ? 0 : kNothing;
       step = 0;

@@ -5,12 +5,9 @@
 // The consumer warpgroups of a Hopper product of 8-bit floats (product_sm90.cuh): sums, scales and rounding.
 namespace warpsmith::linear {
 
-// A warpgroup owns two blocks of 64 rows, and the tensor core works on one of them at a time. So one block is scaled
-// and rounded while the products of the other run, within a tile and from one tile to the next. Of kPromotedTile it
-// owns one.
-//   fast:     the tensor core adds up all terms.
-//   promoted: the tensor core adds up the terms of a stage; these sums are added in float32, in ordinary registers.
-//   blocks:   likewise, each times the scales of its row and column for these terms.
+// fast:     the tensor core adds up all terms.
+// promoted: the tensor core adds up the terms of a stage; these sums are added in float32, in ordinary registers.
+// blocks:   likewise, each times the scales of its row and column for these terms.
 template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16, kernel> {
   using Base = ProductConsumer<bfloat16, kernel>;
   using Base::acc, Base::before, Base::finished, Base::group, Base::lane, Base::now, Base::p, Base::place, Base::ring,
@@ -18,7 +15,11 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
   using Base::kBlocks, Base::kPanels, Base::kPanelWords, Base::kSteps, Base::tile;
   using Factor = std::conditional_t<kernel.factors == ProductFactors::e4m3, float8_e4m3, float8_e5m2>;
   using Block = float[tile.columns / 2];  // the sums of 64 rows
-  static_assert(kernel.defers() && (kBlocks == 2 || (kBlocks == 1 && kernel.promotes())));
+  static_assert(kernel.defers() && (kernel.promotes() || kBlocks == 1));
+
+  using Two = device::Vector<float, 2>;
+  static constexpr int kEarly = kernel.promotes() ? 0 : 6;  // of 8 registers spill
+  Two first_scales[std::max(1, kEarly)];                    // of this lane's first columns
 
   float scale = 1.0f;             // lane l: of row l % 16 of this warp's rows in block l / 16, or of all rows
   Ring<kernel.vectors()> vector;  // where this tile's bias and scales of columns lie
@@ -44,6 +45,9 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
                                                               device::advance(b, k * 32), k > 0 || accumulate);
     device::wgmma_commit();
   }
+  __device__ __forceinline__ void multiply(Base::Sums& to, int stage, bool accumulate) {
+    multiply_block(to[0], 0, stage, accumulate);
+  }
   __device__ __forceinline__ void place_now(int unit) {
     Base::place_now(unit);
     if (kernel.blocks() || p.scales != ProductScales::rows || p.a_scale == nullptr) return;
@@ -54,13 +58,19 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
   __device__ __forceinline__ float scale_of(int m, int i) const {  // of this lane's row i in block m
     return __shfl_sync(0xffffffffu, scale, m * 16 + lane / 4 + 8 * i);
   }
-  // The scales of a stage's terms: of this lane's row, and of squares the one of all columns.
-  __device__ __forceinline__ float load_block_scales(int block) {
+  // Of `blocks`: the scales of a stage's terms are read while the stage before is multiplied.
+  float square = 1.0f, next_scale, next_square = 1.0f;  // of squares: that of all columns
+  __device__ __forceinline__ void read_block_scales(int block) {
     const int row = own_row();
-    scale = row < p.rows ? device::load(p.a_scale + int64_t{row} * p.blocks + block) : 0.0f;
-    return p.b_squares && now.column < p.columns
-               ? device::load(p.b_scale + int64_t{now.column / tile.columns} * p.blocks + block)
-               : 1.0f;
+    next_scale = row < p.rows ? device::load(p.a_scale + int64_t{row} * p.blocks + block) : 0.0f;
+    if (p.b_squares && now.column < p.columns)
+      next_square = device::load(p.b_scale + int64_t{now.column / tile.columns} * p.blocks + block);
+  }
+  __device__ __forceinline__ void take_block_scales(int block) {
+    if (block == 0) read_block_scales(0);
+    scale = next_scale;
+    square = next_square;
+    if (block + 1 < p.blocks) read_block_scales(block + 1);
   }
 
   // Columns' scales first: a gradient's or a large row's would overflow before small weights'.
@@ -79,18 +89,25 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
     for (int i = 0; i < kPanels * kPanelWords; ++i)
       finished[m * kPanels * kPanelWords + i] = device::pack<Out>(acc[m][2 * i], acc[m][2 * i + 1]);
   }
+  __device__ __forceinline__ const unsigned char* vectors() const {
+    return shared.bias + vector.stage * kernel.vector_bytes();
+  }
+  template <int n> __device__ __forceinline__ void load_column_scales(Two (&scales)[n], int panel, int first) const {
+#pragma unroll
+    for (int j = first; j < n; ++j)  // all loads before their use
+      scales[j] = device::load(reinterpret_cast<const Two*>(
+          vectors() + tile.columns * 2 + (panel * kPanelColumns + 8 * j + lane % 4 * 2) * sizeof(float)));
+  }
   // Scales a block whose sums are complete, and rounds it into `finished`.
   __device__ __forceinline__ void finish_block(int m) {
-    using Two = device::Vector<float, 2>;
-    const unsigned char* const vectors = shared.bias + vector.stage * kernel.vector_bytes();
     if (p.template column_scales<kernel>()) {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        Two scales[8];  // all loads before their use
+        Two scales[8];
+        const int there = panel == 0 ? kEarly : 0;
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-          scales[j] = device::load(reinterpret_cast<const Two*>(
-              vectors + tile.columns * 2 + (panel * kPanelColumns + 8 * j + lane % 4 * 2) * sizeof(float)));
+        for (int j = 0; j < there; ++j) scales[j] = first_scales[j];
+        load_column_scales(scales, panel, there);
 #pragma unroll
         for (int j = 0; j < 32; ++j) acc[m][32 * panel + j] *= scales[j / 4].at[j % 2];
       }
@@ -102,9 +119,9 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
         acc[m][j] = __fmul_rn(acc[m][j], of_row[j / 2 % 2]);  // no part of adding the bias
     }
     if (p.to_float16)
-      round_block<float16>(m, vectors);
+      round_block<float16>(m, vectors());
     else
-      round_block<bfloat16>(m, vectors);
+      round_block<bfloat16>(m, vectors());
     if (m < kBlocks - 1) return;
     if (p.template biased<kernel>(0)) {
       __syncwarp(0xffffffffu);
@@ -112,52 +129,6 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
       vector.next();
     }
     __syncwarp(0xffffffffu);
-  }
-
-  // The second block is waited for before the next tile's first products are issued, and these stand in no branch: else
-  // ptxas serialises all wgmma (C7514, C7517).
-  __device__ __forceinline__ void run_fast() {
-    ProductShares<false> shares(p, place.cluster, place.clusters);
-    Share share;
-    if (!shares.next(&share)) return;
-    const auto begin = [&] {
-      device::mbarrier_wait(shared.full + ring.stage, ring.parity);
-      multiply_block(acc[0], 0, ring.stage, false);
-    };
-    begin();
-    int skip = Base::kNothing;  // `finished` holds nothing yet
-    for (;;) {
-      multiply_block(acc[1], 1, ring.stage, false);
-      int previous = ring.stage;
-      ring.next();
-      this->store_step(skip);
-      place_now(share.unit);  // the scales of its rows arrive while it is summed
-      for (int block = 1; block < p.blocks; ++block) {
-        device::mbarrier_wait(shared.full + ring.stage, ring.parity);
-        multiply_block(acc[0], 0, ring.stage, true);
-        multiply_block(acc[1], 1, ring.stage, true);
-        device::wgmma_wait<2>();
-        this->release(previous);
-        previous = ring.stage;
-        ring.next();
-        this->store_step(skip + block);
-      }
-      for (int part = p.blocks; skip + part < kSteps; ++part) this->store_step(skip + part);  // of a short sum
-      device::wgmma_wait<1>();
-      device::hold(acc[0]);
-      finish_block(0);
-      device::wgmma_wait<0>();
-      this->release(previous);
-      device::hold(acc[1]);
-      before = now;
-      skip = 0;
-      if (!shares.next(&share)) break;
-      begin();
-      finish_block(1);
-      __syncwarp(0xffffffffu);
-    }
-    finish_block(1);
-    this->store_last_tile();
   }
 
   // Stores the panels of a block, two behind a fence.
@@ -176,8 +147,15 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
       });
     }
   }
-  // acc[m] += part, times the scales of its terms. `square`: of the columns, where they share one.
-  __device__ __forceinline__ void add_scaled(int m, const Block& part, float square, bool first) {
+  __device__ __forceinline__ void open_tile() {
+    if (p.template column_scales<kernel>()) load_column_scales(first_scales, 0, 0);
+  }
+  __device__ __forceinline__ void finish_tile(bool) {
+    finish_block(0);
+    before = now;
+  }
+  // acc[m] += part, times the scales of its terms.
+  __device__ __forceinline__ void add_scaled(int m, const Block& part, bool first) {
     const float of_row[2] = {scale_of(m, 0) * square, scale_of(m, 1) * square};
     const auto add = [&](int i, float by) { acc[m][i] = fmaf(part[i], by, first ? 0.0f : acc[m][i]); };
     if (p.b_squares) {
@@ -185,7 +163,6 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
       for (int i = 0; i < tile.columns / 2; ++i) add(i, of_row[i / 2 % 2]);
       return;
     }
-    using Two = device::Vector<float, 2>;
     const float* const scales = shared.block_scales + ring.stage * tile.columns + lane % 4 * 2;
     constexpr int kTogether = 4;  // loads before their use; of 8 registers spill
 #pragma unroll
@@ -204,25 +181,24 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
   template <class Meanwhile>
   __device__ __forceinline__ void add_stage(bool first, int block, Meanwhile&& meanwhile) {
     device::mbarrier_wait(shared.full + ring.stage, ring.parity);
-    float square = 1.0f;
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) {
       Block part;
       multiply_block(part, m, ring.stage, false);
       meanwhile(m);
       if constexpr (kernel.blocks())
-        if (m == 0) square = load_block_scales(block);
+        if (m == 0) take_block_scales(block);
       device::wgmma_wait<0>();
-      if (m == kBlocks - 1 && !kernel.blocks()) this->release(ring.stage);
+      if (m == kBlocks - 1 && (!kernel.blocks() || p.b_squares)) this->release(ring.stage);
       device::hold(part);
       if constexpr (kernel.blocks()) {
-        add_scaled(m, part, square, first);
+        add_scaled(m, part, first);
       } else {
 #pragma unroll
         for (int i = 0; i < tile.columns / 2; ++i) acc[m][i] = (first ? 0.0f : acc[m][i]) + part[i];
       }
     }
-    if constexpr (kernel.blocks()) {  // all lanes have read the columns' scales
+    if (kernel.blocks() && !p.b_squares) {  // all lanes have read the columns' scales
       __syncwarp(0xffffffffu);
       this->release(ring.stage);
     }
@@ -253,11 +229,12 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (kernel.promotes())
+    if constexpr (kernel.promotes()) {
       run_promoted();
-    else
-      run_fast();
-    if (lane == 0) device::bulk_wait_read<0>();
+      if (lane == 0) device::bulk_wait_read<0>();
+    } else {
+      this->run_as(*this);
+    }
   }
 };
 
