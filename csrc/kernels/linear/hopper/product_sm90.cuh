@@ -188,7 +188,9 @@ template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1
   } else {
     device::increase_registers<kernel.consumer_registers()>();
     using Consumer = std::conditional_t<kernel.float8(), Float8Consumer<kernel>, ProductConsumer<T, kernel>>;
-    Consumer(p, shared, maps, begun, warpgroup - 1).run();
+    ProductShared<kernel> kept = shared;
+    if constexpr (kernel.promotes()) kept.keep_addresses();
+    Consumer(p, kept, maps, begun, warpgroup - 1).run();
     __syncwarp(0xffffffffu);
   }
   device::cluster_barrier();  // a block that has exited can no longer be given buffers

@@ -177,7 +177,7 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
     }
   }
   // acc += the products of a stage. A stage's sums of the second block follow those of the first into the same
-  // registers. `meanwhile(m)` is called while the products of a block run.
+  // registers. `meanwhile()` is called while the products of the first block run.
   template <class Meanwhile>
   __device__ __forceinline__ void add_stage(bool first, int block, Meanwhile&& meanwhile) {
     device::mbarrier_wait(shared.full + ring.stage, ring.parity);
@@ -185,7 +185,7 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
     for (int m = 0; m < kBlocks; ++m) {
       Block part;
       multiply_block(part, m, ring.stage, false);
-      meanwhile(m);
+      if (m == 0) meanwhile();
       if constexpr (kernel.blocks())
         if (m == 0) take_block_scales(block);
       device::wgmma_wait<0>();
@@ -208,15 +208,15 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
     ProductShares<false> shares(p, place.cluster, place.clusters);
     bool begun = false;
     for (Share share; shares.next(&share);) {
-      add_stage(true, 0, [&](int m) {
+      add_stage(true, 0, [&] {
         if (begun) {
-          if (m == 0 && kBlocks == 2) finish_block(kBlocks - 1);
-          if (!kernel.blocks()) store_block(m);
-          if (kernel.blocks() && m == 0) store_block(0), store_block(kBlocks - 1);  // at once: else words are spilled
+          if (kBlocks == 2) finish_block(kBlocks - 1);
+#pragma unroll
+          for (int stored = 0; stored < kBlocks; ++stored) store_block(stored);  // at once: else words are spilled
         }
-        if (m == (kernel.blocks() ? 0 : kBlocks - 1)) place_now(share.unit);
+        place_now(share.unit);
       });
-      for (int block = 1; block < p.blocks; ++block) add_stage(false, block, [](int) {});
+      for (int block = 1; block < p.blocks; ++block) add_stage(false, block, [] {});
       finish_block(0);
       before = now;
       begun = true;

@@ -117,6 +117,12 @@ template <ProductKernel kernel> struct ProductShared {
         bias_empty(s->bias_empty),
         bias(s->bias),
         block_scales(s->block_scales) {}
+  // Addresses that ptxas keeps in registers: those of variables it computes anew for each stage, in front of a wait.
+  __device__ __forceinline__ void keep_addresses() {
+    memory = device::kept_address(memory);
+    full = device::kept_address(full);
+    empty = device::kept_address(empty);
+  }
   __device__ __forceinline__ unsigned char* a(int stage) const { return memory + stage * kernel.tile.stage_bytes(); }
   __device__ __forceinline__ unsigned char* b(int stage) const { return a(stage) + kernel.tile.rows * kRowBytes; }
   // Of a consumer warp. Where panels are handed over, the first buffer is for them, and the second one for z.
