@@ -317,7 +317,10 @@ void multiply_scaled(const char* op, const Operand& a, const Operand& b, const O
   if (by_kernels && a.data.size(1) > 0) {
     OptionalTensor same;
     if (added) same = aligned(op, as_contiguous(in_dtype(op, "what is added", *added, dtype_code(out)), op));
-    if (multiply_by_own(op, a, b, is_matrix(same) ? std::nullopt : same, out, options)) {
+    // A matrix cuBLASLt adds in its product, ours would need a pass for it.
+    const bool library_adds = is_matrix(same) && out.is_cuda() && options.activations != Fp8Scaling::block &&
+                              !own_product_is_wanted_everywhere();
+    if (!library_adds && multiply_by_own(op, a, b, is_matrix(same) ? std::nullopt : same, out, options)) {
       if (is_matrix(same)) add_behind(out, *same);
       return;
     }

@@ -254,14 +254,15 @@ constexpr const char* product_does_not_pay(const ProductProblem& p) {
   return "the library's product: ours is no faster for a weight's gradient";
 }
 
-// The same of 8-bit floats, beside cuBLASLt 13.1 (docs/design/linear.md): by scales of tensors 1.01 to 1.09 of its
-// speed, and promoted by scales of rows 0.99 to 1.09; by scales of rows 0.94 to 1.02, and promoted by scales of
-// tensors 0.96 to 1.02.
+// The same of 8-bit floats, beside cuBLASLt 13.1 on 2026-11-30 (docs/design/linear.md): by scales of rows 0.99 to 1.05 of
+// its speed, promoted 1.02 to 1.08; of tensors 1.01 to 1.07, promoted 0.96 to 1.02 on 2026-11-29; of blocks 1.08 to 1.24.
 constexpr const char* float8_does_not_pay(const ProductProblem& p) {
   if (p.multiprocessors < 100) return kPartOfACard;
-  if (2.0 * double(p.rows) * double(p.columns) * double(p.inner) < kLeastWork) return kTooSmall;
   if (p.scales == ProductScales::blocks) return nullptr;
-  return (p.scales == ProductScales::rows) == p.promotes ? nullptr : "the library's product: ours is no faster by such scales and sums";
+  if (2.0 * double(p.rows) * double(p.columns) * double(p.inner) < kLeastWork) return kTooSmall;
+  return p.scales == ProductScales::one && p.promotes
+             ? "the library's product: ours is no faster by a scale of the tensor and sums in float32"
+             : nullptr;
 }
 
 // Forward and input gradient: 128 x 256 was the best tile or within 0.7 % of it everywhere. The weight gradient has few
@@ -271,7 +272,7 @@ constexpr const char* float8_does_not_pay(const ProductProblem& p) {
 // 128 x 256 where its whole waves waste less than 10 %, and 256 x 192 where that wastes less.
 constexpr int64_t kLeastSplit = 8192;
 // Promoted sums: a prototype's were faster by 128 x 192 from so many terms on, where that takes no more waves
-// (2026-11-24; these kernels have not been compared).
+// (2026-11-24; these kernels have not been compared at one shape).
 constexpr int64_t kLeastForPromotedTile = 8192;
 constexpr ProductPlan choose_product(const ProductProblem& p) {
   constexpr int64_t kMostSize = int64_t{1} << 31;
