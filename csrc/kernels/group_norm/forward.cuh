@@ -145,14 +145,17 @@ template <class T, int N, bool kSilu> __global__ void __launch_bounds__(kThreads
   rows.each_turn([&](int left) {
     Packed<T, N> x[U];
     rows.ring.take(x, 0);
+    constexpr int kTogether = 2;  // rows side by side, so that one is computed while another waits
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (u >= left) break;
-      float v[N];
+    for (int first = 0; first < U; first += kTogether) {
+      float v[kTogether * N];
 #pragma unroll
-      for (int k = 0; k < N; ++k) v[k] = channels[k].value(element<T, N>(x[u], k));
+      for (int i = 0; i < kTogether * N; ++i)
+        v[i] = channels[i % N].value(element<T, N>(x[first + i / N], i % N));
       if constexpr (kSilu) silu<T>(v);
-      y.store(u, v);
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u)
+        if (first + u < left) y.store(first + u, v + u * N);
     }
     y.next_turn();
   });

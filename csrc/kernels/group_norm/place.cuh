@@ -125,8 +125,11 @@ template <class T, int N, int U> struct RowsToWrite {
     to = vector_at<T, N>(base, at.first * vectors + at.vector) + (turns - 1) * U * apart;
   }
   // The store does not push out of the L2 cache what is still to be read.
-  __device__ __forceinline__ void store(int u, const float (&values)[N]) const {
-    device::store<device::Cache::streaming>(to + u * apart, device::rounded<T>(values));
+  __device__ __forceinline__ void store(int u, const float* values) const {
+    float row[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) row[k] = values[k];
+    device::store<device::Cache::streaming>(to + u * apart, device::rounded<T>(row));
   }
   __device__ __forceinline__ void next_turn() { to -= U * apart; }
 };
