@@ -350,7 +350,9 @@ def test_recipes(options, words):
 def test_plan():
     sizes = {"rows": 20_000, "in_features": 4096, "out_features": 128_256}
     found = warpsmith.plan("scaled_linear", **sizes)
-    assert [found[k] for k in ("path", "tile", "forward", "dgrad", "wgrad")] == ["own", "128x256", "fast"] + ["float32"] * 2
+    assert [found[k] for k in ("path", "tile", "forward", "dgrad", "wgrad")] == ["own", "128x256", "fast"] + [
+        "float32"
+    ] * 2
     found = warpsmith.plan("scaled_linear", **sizes, scaling="block")
     assert [found[k] for k in ("path", "tile", "forward")] == ["own", "256x128", "float32"]
     assert warpsmith.plan("scaled_linear", **sizes, accumulate="fast")["wgrad"] == "fast"

@@ -191,6 +191,8 @@ def test_wrong_tensors_of_functions_are_refused(name, learns, device):
             getattr(warpsmith, name)(**given)
         except ValueError as error:
             return str(error)
+        except NotImplementedError:  # torch's, of max pooling of integers on CUDA
+            return None
 
     asked = set()
     for given in public_calls(name, device):
@@ -206,7 +208,9 @@ def test_wrong_tensors_of_functions_are_refused(name, learns, device):
                 before = {n: t.detach().clone() for n, t in called.items() if isinstance(t, torch.Tensor)}
                 said, case = refused(called), f"{name} {key} {kind}"
                 if said is None:
-                    unseen = (device == "cuda" and "cu_seqlens" in key) or (wrong.is_meta and len(before) == 1)
+                    # The host does not read offsets on CUDA.
+                    offsets = "cu_seqlens" in key or case == "attention_varlen q fewer rows"
+                    unseen = (device == "cuda" and offsets) or (wrong.is_meta and len(before) == 1)
                     assert FREE_OF_FUNCTIONS.fullmatch(case) or unseen, f"taken: {case}"
                     continue
                 assert FORM.match(said).group(1) == name and tells(said, wrong, good), f"{case}: {said}"

@@ -238,6 +238,11 @@ class Steps:
     hook: Any = None
 
     @classmethod
+    def watch(cls) -> None:
+        if cls.hook is None:
+            cls.hook = register_optimizer_step_post_hook(cls.add)
+
+    @classmethod
     def add(cls, of: torch.optim.Optimizer | Sequence[Tensor], *_: Any) -> None:
         cls.count += 1
         of_rows.clear()
@@ -268,8 +273,7 @@ def _may_be_kept(weight: Tensor) -> bool:
         return False
     if Steps.captured or weight in _captured:
         return False
-    if Steps.hook is None:
-        Steps.hook = register_optimizer_step_post_hook(Steps.add)
+    Steps.watch()
     return not (dist.is_available() and dist.is_initialized() and is_gathered(weight))
 
 
@@ -611,6 +615,7 @@ def _forward(
         y, counts, amax, data, scale = call_raw(_eager_forward, *given)
         if finds and keeps and not x.is_inference():
             of_columns.clear()  # of a forward before: a loop may have written to it by x.data
+            Steps.watch()  # x may be stepped, too
             source = source_of(x) if how == BY_ROWS and x.requires_grad else None
             of_rows.keep(x, stream, how, data, scale, counts, amax, source)
     else:
