@@ -353,6 +353,31 @@ def test_float32_norms_beside_bfloat16_activations():
     assert_law_of_the_model(found, expected, results(copy.deepcopy(model).double(), images().double()))
 
 
+def test_weights_of_16_bits_take_the_steps_of_autocast():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(4, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 4, 3, padding=1)
+    models = [copy.deepcopy(nn.Sequential(*layers)) for _ in range(2)]
+    begun = [p.detach().clone() for p in models[0].bfloat16().float().parameters()]  # alike in both
+    models[1].bfloat16()[1].float()
+    optimizers = []
+    for model, precision in zip(models, (None, "remainder"), strict=True):
+        patch(model)
+        optimizers.append(warpsmith.optim.SGD(model.parameters(), lr=1e-3, precision=precision))
+    for _ in range(5):  # each less than a unit of bfloat16's last place
+        x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+        with torch.autocast("cpu", torch.bfloat16):
+            under_autocast = models[0](x)
+        for y, optimizer in zip((under_autocast, models[1](x.bfloat16())), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.mse_loss(y.float(), x.roll(1, 2)).backward()
+            optimizer.step()
+    for before, wide, half in zip(begun, *(m.parameters() for m in models), strict=True):
+        rest = optimizers[1].state[half].get("remainder")  # of a norm there is none
+        found = half if rest is None else ((half.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
+        step = (wide - before).abs().max()
+        assert step > 0 and (found - wide).abs().max() < 0.02 * step
+
+
 @pytest.mark.parametrize("name", ["own", "basic"])
 def test_fold_in_evaluation(name):
     model, x = make(name).eval(), images()

@@ -215,9 +215,10 @@ def scaled_linear(
     backward keeps the bytes of x; x itself with blocks and with ``wgrad="high"``. NaN and infinite elements of x and of
     g make what they touch NaN.
 
-    Deterministic: casts are bitwise, products are cuBLASLt's, of blocks torch's ``_scaled_mm``; both repeat bit for
-    bit. The host does not wait. The emulated products of scales that are no powers of two are rounded to what torch's
-    float32 products are.
+    Deterministic: casts are bitwise, products are our Hopper kernels' or cuBLASLt's (``warpsmith.plan("scaled_linear",
+    rows=..., in_features=..., out_features=..., scaling=...)`` says which), without either torch's ``_scaled_mm``; all
+    repeat bit for bit. The host does not wait. The emulated products of scales that are no powers of two are rounded
+    as torch's float32 products are.
 
     Raises:
         ValueError: a dtype, shape, device or word that does not fit; a card without such products. Nothing has changed.
