@@ -59,7 +59,8 @@ void multiply_tile(const ProductParams& p, const Meaning& of_a, const Meaning& o
   const bool scaled = p.scales == ProductScales::blocks, adds = scaled || p.promotes;
   const auto block_scale = [&](int i, int c, int64_t block) {
     const float of_a = p.a_scale[(row + i) * blocks + block];
-    return of_a * p.b_scale[p.b_squares ? (column + c) / kPromotedTerms * blocks + block : block * p.columns + column + c];
+    return of_a *
+           p.b_scale[p.b_squares ? (column + c) / kPromotedTerms * blocks + block : block * p.columns + column + c];
   };
   for (int64_t k = 0; k < terms; k += kFloat8Terms) {
     const int here = static_cast<int>(std::min<int64_t>(kFloat8Terms, terms - k));

@@ -110,8 +110,9 @@ template <class T> struct Problem {
   double sum(int64_t i, int64_t j) const {
     double s = 0;
     for (int64_t l = 0; l < p.inner; ++l)
-      s += term(a_turned ? l * p.a_stride + i : i * p.a_stride + l, b_turned ? l * p.b_stride + j : j * p.b_stride + l) *
-           scale(i, j, l);
+      s +=
+          term(a_turned ? l * p.a_stride + i : i * p.a_stride + l, b_turned ? l * p.b_stride + j : j * p.b_stride + l) *
+          scale(i, j, l);
     return s + (p.bias ? at(bias, j) : 0);
   }
   double up_sum(int64_t i, int64_t j) const {

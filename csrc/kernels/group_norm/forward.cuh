@@ -150,8 +150,7 @@ template <class T, int N, bool kSilu> __global__ void __launch_bounds__(kThreads
     for (int first = 0; first < U; first += kTogether) {
       float v[kTogether * N];
 #pragma unroll
-      for (int i = 0; i < kTogether * N; ++i)
-        v[i] = channels[i % N].value(element<T, N>(x[first + i / N], i % N));
+      for (int i = 0; i < kTogether * N; ++i) v[i] = channels[i % N].value(element<T, N>(x[first + i / N], i % N));
       if constexpr (kSilu) silu<T>(v);
 #pragma unroll
       for (int u = 0; u < kTogether; ++u)

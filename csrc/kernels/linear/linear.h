@@ -83,7 +83,7 @@ struct ProductParams {
   const float *a_scale = nullptr, *b_scale = nullptr;
   ProductScales scales = ProductScales::one;
   bool b_squares = false;
-  bool promotes = false;                               // sums of more than 128 terms are made in float32
+  bool promotes = false;  // sums of more than 128 terms are made in float32
   // `siblings`: in the place of b, out and bias (nt; columns: the sum of widths), or of a and b (nn; inner: that sum).
   ProductSibling siblings[kMostSiblings] = {};
   int sibling_count = 0;

@@ -254,8 +254,9 @@ constexpr const char* product_does_not_pay(const ProductProblem& p) {
   return "the library's product: ours is no faster for a weight's gradient";
 }
 
-// The same of 8-bit floats, beside cuBLASLt 13.1 on 2026-11-30 (docs/design/linear.md): by scales of rows 0.99 to 1.05 of
-// its speed, promoted 1.02 to 1.08; of tensors 1.01 to 1.07, promoted 0.96 to 1.02 on 2026-11-29; of blocks 1.08 to 1.24.
+// The same of 8-bit floats, beside cuBLASLt 13.1 on 2026-11-30 (docs/design/linear.md): by scales of rows 0.99 to 1.05
+// of its speed, promoted 1.02 to 1.08; of tensors 1.01 to 1.07, promoted 0.96 to 1.02 on 2026-11-29; of blocks 1.08
+// to 1.24.
 constexpr const char* float8_does_not_pay(const ProductProblem& p) {
   if (p.multiprocessors < 100) return kPartOfACard;
   if (p.scales == ProductScales::blocks) return nullptr;
@@ -290,9 +291,9 @@ constexpr ProductPlan choose_product(const ProductProblem& p) {
       return ceil_div(product_units(t, p.rows, p.columns), clusters) * t.rows * t.columns;
     };
     const ProductSums sums = sums_of(p.scales, p.promotes);
-    const bool promoted_tile =
-        sums == ProductSums::promoted && (p.tile_rows == 128 || (p.tile_rows == 0 && 2 * p.inner >= kLeastForPromotedTile &&
-                                              waves(kPromotedTile) <= waves(kTallTile)));
+    const bool promoted_tile = sums == ProductSums::promoted &&
+                               (p.tile_rows == 128 || (p.tile_rows == 0 && 2 * p.inner >= kLeastForPromotedTile &&
+                                                       waves(kPromotedTile) <= waves(kTallTile)));
     const ProductTile& tile = sums == ProductSums::fast ? kWideTile : promoted_tile ? kPromotedTile : kTallTile;
     return {find_product({p.layout, p.epilogue, false, tile, sums, p.factors}),
             sums == ProductSums::blocks     ? "our product: sums of 128 terms are scaled and added up in float32"

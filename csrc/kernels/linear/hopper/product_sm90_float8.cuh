@@ -178,8 +178,7 @@ template <ProductKernel kernel> struct Float8Consumer : ProductConsumer<bfloat16
   }
   // acc += the products of a stage. A stage's sums of the second block follow those of the first into the same
   // registers. `meanwhile()` is called while the products of the first block run.
-  template <class Meanwhile>
-  __device__ __forceinline__ void add_stage(bool first, int block, Meanwhile&& meanwhile) {
+  template <class Meanwhile> __device__ __forceinline__ void add_stage(bool first, int block, Meanwhile&& meanwhile) {
     device::mbarrier_wait(shared.full + ring.stage, ring.parity);
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) {

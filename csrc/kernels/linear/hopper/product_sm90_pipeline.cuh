@@ -98,7 +98,8 @@ template <ProductKernel kernel> struct ProductState {
   Mbarrier bias_empty[kernel.vectors()];
   int begun;  // clusters before this one, where sums are split
   alignas(16) unsigned char bias[kernel.vectors() * kernel.vector_bytes()];
-  alignas(16) float block_scales[kernel.blocks() ? kernel.tile.stages * kernel.tile.columns : 1];  // of a stage's columns
+  alignas(
+      16) float block_scales[kernel.blocks() ? kernel.tile.stages * kernel.tile.columns : 1];  // of a stage's columns
 };
 
 template <ProductKernel kernel> struct ProductShared {
