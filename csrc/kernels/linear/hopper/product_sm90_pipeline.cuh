@@ -98,8 +98,8 @@ template <ProductKernel kernel> struct ProductState {
   Mbarrier bias_empty[kernel.vectors()];
   int begun;  // clusters before this one, where sums are split
   alignas(16) unsigned char bias[kernel.vectors() * kernel.vector_bytes()];
-  alignas(
-      16) float block_scales[kernel.blocks() ? kernel.tile.stages * kernel.tile.columns : 1];  // of a stage's columns
+  // `blocks`: of the columns of each stage.
+  alignas(16) float block_scales[kernel.blocks() ? kernel.tile.stages * kernel.tile.columns : 1];
 };
 
 template <ProductKernel kernel> struct ProductShared {
