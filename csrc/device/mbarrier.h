@@ -22,18 +22,6 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 }  // namespace detail
 #endif
 
-// The same address in shared memory, which stays in a register. All threads of the warp, for what instructions of
-// shared memory alone use.
-template <class T> __device__ __forceinline__ T* kept_address(T* p) {
-#ifdef WARPSMITH_SIM
-  return p;
-#else
-  const uint64_t address = reinterpret_cast<uint64_t>(p);
-  const uint32_t low = __shfl_sync(0xffffffffu, static_cast<uint32_t>(address), 0);
-  return reinterpret_cast<T*>((address & 0xffffffff00000000u) | low);
-#endif
-}
-
 // One thread, once, before any use; `arrivals` >= 1 complete a phase.
 __device__ __forceinline__ void mbarrier_init(Mbarrier* b, int arrivals WARPSMITH_SITE) {
 #ifdef WARPSMITH_SIM

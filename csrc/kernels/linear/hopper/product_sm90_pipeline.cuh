@@ -102,6 +102,14 @@ template <ProductKernel kernel> struct ProductState {
   alignas(16) float block_scales[kernel.blocks() ? kernel.tile.stages * kernel.tile.columns : 1];
 };
 
+// The same address in shared memory. What a shuffle gives ptxas keeps in a register; the address of a variable it
+// computes anew for each stage, in front of a wait (S2UR). For what instructions of shared memory alone use.
+template <class T> __device__ __forceinline__ T* kept_address(T* p) {
+  const auto address = reinterpret_cast<uintptr_t>(p);
+  const uint32_t low = __shfl_sync(0xffffffffu, static_cast<uint32_t>(address), 0);
+  return reinterpret_cast<T*>((address & ~uintptr_t{0xffffffffu}) | low);
+}
+
 template <ProductKernel kernel> struct ProductShared {
   unsigned char* memory;
   Mbarrier *full, *empty, *panel_full, *panel_empty, *z_full, *bias_empty;
@@ -118,11 +126,10 @@ template <ProductKernel kernel> struct ProductShared {
         bias_empty(s->bias_empty),
         bias(s->bias),
         block_scales(s->block_scales) {}
-  // Addresses that ptxas keeps in registers: those of variables it computes anew for each stage, in front of a wait.
   __device__ __forceinline__ void keep_addresses() {
-    memory = device::kept_address(memory);
-    full = device::kept_address(full);
-    empty = device::kept_address(empty);
+    memory = kept_address(memory);
+    full = kept_address(full);
+    empty = kept_address(empty);
   }
   __device__ __forceinline__ unsigned char* a(int stage) const { return memory + stage * kernel.tile.stage_bytes(); }
   __device__ __forceinline__ unsigned char* b(int stage) const { return a(stage) + kernel.tile.rows * kRowBytes; }
