@@ -196,7 +196,7 @@ bool multiply_by_own(const char* op, const Operand& a, const Operand& b, const O
   p.a_scale = values(a.scale);
   p.b_scale = values(b.scale);
   OptionalTensor turned;
-  if (options.activations == Fp8Scaling::block) {  // of a 128 terms of rows, of b also squares
+  if (options.activations == Fp8Scaling::block) {  // a: 128 terms of a row; b: these, or squares
     p.scales = ProductScales::blocks;
     p.b_squares = b.scale->size(0) != b.data.size(0);
     if (!p.b_squares) turned = as_contiguous(transposed(*b.scale), op);
